@@ -1,0 +1,126 @@
+"""The one place where an op's implementation is chosen.
+
+| op               | triton                                  | torch                           |
+|------------------|-----------------------------------------|---------------------------------|
+| rms_norm         | CUDA; bf16, fp16, fp32; 1 <= H <= 16384 | the rest: CPU, float64, wider H |
+| varlen_attention | none                                    | flash varlen or SDPA, see below |
+| masked_attention | none                                    | SDPA with a mask                |
+| routing_map      | none                                    | stable sort                     |
+| permute, combine | none                                    | gather + fp32 sum               |
+| grouped_swiglu   | none                                    | grouped_mm or loop, see below   |
+
+`reference` (plain, fp32 or float64 inside, result in the input's dtype) is chosen only by request.
+
+Which torch built-in runs inside the torch column is a rule of device, dtype and shape too, and is
+kept here as well:
+
+- varlen_attention: one segment -> SDPA causal; several segments on CUDA in bf16/fp16 with head dims
+  <= 256 -> `torch.nn.attention.varlen`; otherwise SDPA once per distinct segment length.
+- grouped_swiglu: CUDA bf16 with H and I multiples of 8 -> `torch._grouped_mm` (no host sync);
+  otherwise a loop over experts, which on CUDA reads the row counts back to the host.
+
+The environment variable MEGACOMPOSER_KERNELS overrides the choice for every op:
+`reference`, `torch`, or `triton`. `triton` means: wherever the op has a Triton kernel, on inputs
+the table would not give it as well, which raises ValueError where the kernel cannot take them; ops
+whose triton column says none keep `torch`. On a CPU tensor Triton runs only in its interpreter
+(TRITON_INTERPRET=1 set before triton is imported).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Literal, get_args
+
+import torch
+
+Implementation = Literal["triton", "torch", "reference"]
+OVERRIDE_VARIABLE = "MEGACOMPOSER_KERNELS"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonLimits:
+    """What an op's Triton kernel takes."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """Accepted dtypes of the op's first tensor."""
+    max_last_dim: int
+    """Largest accepted size of its last dim, elements; the smallest is 1."""
+
+    def refusal(self, x: torch.Tensor) -> str | None:
+        """Why the kernel cannot take `x`, or None where it can."""
+        if x.dtype not in self.dtypes:
+            return f"dtype {x.dtype} is not one of {', '.join(map(str, self.dtypes))}"
+        if not 1 <= x.shape[-1] <= self.max_last_dim:
+            return f"last dim {x.shape[-1]} is outside 1..{self.max_last_dim}"
+        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"device {x.device.type} has no Triton (set TRITON_INTERPRET=1 before import)"
+        return None
+
+
+_HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+
+# None: the op has no Triton kernel.
+TABLE: dict[str, TritonLimits | None] = {
+    "rms_norm": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=16384),
+    "varlen_attention": None,
+    "masked_attention": None,
+    "routing_map": None,
+    "permute": None,
+    "combine": None,
+    "grouped_swiglu": None,
+}
+
+
+def choose(op: str, x: torch.Tensor) -> Implementation:
+    """The implementation of `op` for its first tensor `x`.
+
+    Raises ValueError if MEGACOMPOSER_KERNELS is not one of the three names, or asks for Triton
+    where the op's kernel cannot take `x`.
+    """
+    limits = TABLE[op]
+    override = _override()
+    if override == "triton" and limits is not None:
+        refusal = limits.refusal(x)
+        if refusal is not None:
+            raise ValueError(f"{OVERRIDE_VARIABLE}=triton: {op} cannot run in Triton: {refusal}")
+        return "triton"
+    if override == "reference":
+        return "reference"
+    if override is None and limits is not None and x.is_cuda and limits.refusal(x) is None:
+        return "triton"
+    return "torch"
+
+
+def use_flash_varlen(q: torch.Tensor, max_head_dim: int) -> bool:
+    """Whether packed attention over several segments runs in `torch.nn.attention.varlen`.
+
+    q: [T, Hq, Dqk]; max_head_dim: the larger of Dqk and Dv. FlashAttention-2, which torch builds
+    in, takes bf16 and fp16 and head dims up to 256.
+    """
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max_head_dim <= 256
+
+
+def use_grouped_mm(x: torch.Tensor, intermediate_dim: int) -> bool:
+    """Whether the expert MLP on rows x [R, H] runs in `torch._grouped_mm`.
+
+    Off CUDA, or in another dtype, torch runs a loop of its own with a host sync in it; and row
+    strides must be multiples of 16 bytes.
+    """
+    aligned = x.shape[-1] % 8 == 0 and intermediate_dim % 8 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs (gradient checks), float32 for every other."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _override() -> Implementation | None:
+    value = os.environ.get(OVERRIDE_VARIABLE)
+    if value is None or value == "":
+        return None
+    if value not in get_args(Implementation):
+        names = ", ".join(sorted(get_args(Implementation)))
+        raise ValueError(f"{OVERRIDE_VARIABLE}={value!r}: use one of {names}, or unset it")
+    return value  # type: ignore[return-value]

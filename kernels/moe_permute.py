@@ -1,0 +1,148 @@
+"""Move tokens to their expert-sorted rows, and the experts' results back.
+
+Both directions are gathers, forward and backward: a token's K rows are added in the order of its
+choices, in fp32, so results do not vary from run to run (no scatter-add, no atomics).
+Shape suffixes: T tokens, K experts per token, R = T K rows, H hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .dispatch import accumulation_dtype, choose
+from .moe_routing import RoutingMap
+
+
+def permute(x_TH: torch.Tensor, map: RoutingMap) -> torch.Tensor:
+    """rows[r] = x[token_of_row[r]]: [T, H] -> [R, H], in x's dtype, bit-exact.
+
+    The gradient of a token is the fp32 sum over its K rows, rounded once. Raises ValueError if x is
+    not [T, H] for the map's T.
+    """
+    if x_TH.dim() != 2 or x_TH.shape[0] != map.num_tokens:
+        raise ValueError(
+            f"permute: x must be [{map.num_tokens}, H] for this map, got {tuple(x_TH.shape)}"
+        )
+    if choose("permute", x_TH) == "reference":
+        return permute_reference(x_TH, map)
+    return _Permute.apply(x_TH, map.token_of_row, map.row_of_TK)
+
+
+def permute_reference(x_TH: torch.Tensor, map: RoutingMap) -> torch.Tensor:
+    """`permute` by torch indexing; its gradient is autograd's."""
+    wide = accumulation_dtype(x_TH.dtype)
+    return x_TH.to(wide)[map.token_of_row].to(x_TH.dtype)
+
+
+def combine(
+    rows_RH: torch.Tensor,
+    map: RoutingMap,
+    num_tokens: int,
+    probs_TK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[t] = sum_k probs[t, k] rows[row_of[t, k]] (probs 1 if None): [R, H] -> [T, H].
+
+    The sum is in fp32 in the order of k and rounded once to the rows' dtype. Differentiable in rows
+    and, if given, in probs [T, K], whose gradient is a row dot product in fp32, in probs' dtype.
+    Raises ValueError if a shape does not match the map.
+    """
+    choices = map.row_of_TK.shape[1]
+    if num_tokens != map.num_tokens:
+        raise ValueError(f"combine: num_tokens {num_tokens} is not the map's {map.num_tokens}")
+    if rows_RH.dim() != 2 or rows_RH.shape[0] != map.order.shape[0]:
+        raise ValueError(
+            f"combine: rows must be [{map.order.shape[0]}, H] for this map, "
+            f"got {tuple(rows_RH.shape)}"
+        )
+    if probs_TK is not None and probs_TK.shape != map.row_of_TK.shape:
+        raise ValueError(
+            f"combine: probs must be [{num_tokens}, {choices}], got {tuple(probs_TK.shape)}"
+        )
+    if choose("combine", rows_RH) == "reference":
+        return combine_reference(rows_RH, map, num_tokens, probs_TK)
+    return _Combine.apply(rows_RH, probs_TK, map.order, map.token_of_row, map.row_of_TK)
+
+
+def combine_reference(
+    rows_RH: torch.Tensor,
+    map: RoutingMap,
+    num_tokens: int,
+    probs_TK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`combine` with the [T, K, H] terms written out, in fp32 (or float64); autograd's gradient."""
+    assert num_tokens == map.num_tokens
+    terms_TKH = rows_RH.to(accumulation_dtype(rows_RH.dtype))[map.row_of_TK]
+    if probs_TK is not None:
+        terms_TKH = terms_TKH * probs_TK.to(terms_TKH.dtype).unsqueeze(-1)
+    return terms_TKH.sum(dim=1).to(rows_RH.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, token_of_row: torch.Tensor, row_of_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(row_of_TK)
+        return x_TH.index_select(0, token_of_row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (row_of_TK,) = ctx.saved_tensors
+        return _gather_sum(grad_RH, row_of_TK, None), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RH: torch.Tensor,
+        probs_TK: torch.Tensor | None,
+        order: torch.Tensor,
+        token_of_row: torch.Tensor,
+        row_of_TK: torch.Tensor,
+    ) -> torch.Tensor:
+        # The rows are needed again only for the gradient of probs.
+        rows_saved = rows_RH if probs_TK is not None and ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(rows_saved, probs_TK, order, token_of_row, row_of_TK)
+        return _gather_sum(rows_RH, row_of_TK, probs_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_TH: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        rows_RH, probs_TK, order, token_of_row, row_of_TK = ctx.saved_tensors
+        wide = accumulation_dtype(grad_TH.dtype)
+        drows = dprobs = None
+        if ctx.needs_input_grad[0]:
+            drows = grad_TH.index_select(0, token_of_row)
+            if probs_TK is not None:
+                prob_R = probs_TK.reshape(-1).index_select(0, order).to(wide)
+                drows = (drows * prob_R.unsqueeze(1)).to(grad_TH.dtype)
+        if rows_RH is not None:
+            grad_wide = grad_TH.to(wide)
+            columns = [
+                (rows_RH.index_select(0, row_of_T) * grad_wide).sum(dim=1)
+                for row_of_T in row_of_TK.unbind(1)
+            ]
+            dprobs = torch.stack(columns, dim=1).to(probs_TK.dtype)
+        return drows, dprobs, None, None, None
+
+
+def _gather_sum(
+    rows_RH: torch.Tensor, row_of_TK: torch.Tensor, probs_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """sum_k probs[t, k] rows[row_of[t, k]] in fp32 (or float64), one choice at a time."""
+    wide = accumulation_dtype(rows_RH.dtype)
+    total_TH = rows_RH.new_zeros((row_of_TK.shape[0], rows_RH.shape[1]), dtype=wide)
+    for choice, row_of_T in enumerate(row_of_TK.unbind(1)):
+        rows_TH = rows_RH.index_select(0, row_of_T)
+        if probs_TK is None:
+            total_TH += rows_TH
+        else:
+            total_TH.addcmul_(rows_TH.to(wide), probs_TK[:, choice, None].to(wide))
+    return total_TH.to(rows_RH.dtype)

@@ -1,0 +1,99 @@
+"""Routing map of a mixture-of-experts layer: which row of the sorted buffer holds which token.
+
+Shape suffixes: T tokens, K experts per token, E experts, R = T K rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .dispatch import choose
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingMap:
+    """A permutation of the (token, choice) pairs that sorts them by expert, then token."""
+
+    order: torch.Tensor
+    """int64 [R]: row r holds the pair order[r] = t K + k; a permutation of 0..R-1."""
+    token_of_row: torch.Tensor
+    """int64 [R]: the token t of row r, order // K."""
+    row_of_TK: torch.Tensor
+    """int64 [T, K]: the row of pair (t, k), the inverse of `order`."""
+    rows_per_expert: torch.Tensor
+    """int64 [E]: rows of each expert, consecutive in expert order; sums to R."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.row_of_TK.shape[0]
+
+
+def routing_map(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:
+    """The map of expert_ids [T, K] (any integer dtype, values in 0..num_experts-1).
+
+    The same expert twice for a token is two rows. T may be 0. Nothing is read back to the host on
+    an accelerator, so an id out of range is a device-side assertion there, and a ValueError on the
+    CPU. Raises ValueError too for a shape or dtype not as above, or num_experts < 1.
+    """
+    _check_ids(expert_ids_TK, num_experts)
+    if choose("routing_map", expert_ids_TK) == "reference":
+        return routing_map_reference(expert_ids_TK, num_experts)
+    choices = expert_ids_TK.shape[1]
+    # The stable sort of the flattened pairs leaves tokens in order inside each expert.
+    sorted_ids, order = torch.sort(expert_ids_TK.reshape(-1).long(), stable=True)
+    experts = torch.arange(num_experts, device=order.device)
+    # Not bincount or histc: the one waits for the device, the other is refused by torch's
+    # deterministic mode.
+    ends_E = torch.searchsorted(sorted_ids, experts, right=True)
+    row_of = torch.empty_like(order)
+    row_of.scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return RoutingMap(
+        order=order,
+        token_of_row=order.div(choices, rounding_mode="floor"),
+        row_of_TK=row_of.view(-1, choices),
+        rows_per_expert=ends_E.diff(prepend=ends_E.new_zeros(1)),
+    )
+
+
+def routing_map_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:
+    """`routing_map` in plain Python."""
+    choices = expert_ids_TK.shape[1]
+    flat: list[int] = expert_ids_TK.reshape(-1).tolist()
+    order = [p for e in range(num_experts) for p in range(len(flat)) if flat[p] == e]
+    row_of = [0] * len(flat)
+    for row, pair in enumerate(order):
+        row_of[pair] = row
+    counts = [flat.count(e) for e in range(num_experts)]
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=expert_ids_TK.device)
+
+    return RoutingMap(
+        order=tensor(order),
+        token_of_row=tensor([pair // choices for pair in order]),
+        row_of_TK=tensor(row_of).view(-1, choices),
+        rows_per_expert=tensor(counts),
+    )
+
+
+def _check_ids(expert_ids_TK: torch.Tensor, num_experts: int) -> None:
+    integer = not (expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool)
+    if not integer or expert_ids_TK.dim() != 2 or expert_ids_TK.shape[1] < 1 or num_experts < 1:
+        raise ValueError(
+            "routing_map: expert_ids must be an integer [T, K] with K >= 1 and num_experts >= 1, "
+            f"got {expert_ids_TK.dtype} {tuple(expert_ids_TK.shape)} and {num_experts}"
+        )
+    if expert_ids_TK.numel() == 0:
+        return
+    lowest, highest = expert_ids_TK.aminmax()
+    if expert_ids_TK.device.type == "cpu":
+        if lowest < 0 or highest >= num_experts:
+            raise ValueError(
+                f"routing_map: expert ids must be in 0..{num_experts - 1}, "
+                f"got {int(lowest)}..{int(highest)}"
+            )
+    else:
+        torch._assert_async((lowest >= 0) & (highest < num_experts))

@@ -1,0 +1,3 @@
+"""Configuration: the `Config` base class of every frozen settings dataclass."""
+
+from megacomposer.config.base import Config as Config

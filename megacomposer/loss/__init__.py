@@ -1,0 +1,1 @@
+"""Pure tensor functions that turn per-token losses into the training objective."""

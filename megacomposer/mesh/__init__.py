@@ -1,0 +1,1 @@
+"""The two device meshes, every process group, collectives and shard layouts."""

@@ -1,0 +1,1 @@
+"""Models on megatron-core: spec provider, attention, MoE, MTP, presets."""

@@ -1,0 +1,167 @@
+"""Configuration of a model: shapes in the field's terms, one adapter away from megatron-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from megacomposer.config import Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig(Config):
+    """YaRN position scaling (Peng et al. 2023, arXiv 2309.00071), DeepSeek's field names."""
+
+    factor: float
+    """Context extension factor."""
+    original_max_positions: int
+    """Context length of the base model, in tokens."""
+    beta_fast: float = 32.0
+    """Rotations in the original context above which a frequency is left alone."""
+    beta_slow: float = 1.0
+    """Rotations below which a frequency is divided by `factor`."""
+    mscale: float = 1.0
+    """Attention temperature coefficient of the rotary part."""
+    mscale_all_dim: float = 1.0
+    """Attention temperature coefficient of all dims; enters the softmax scale squared."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    num_layers: int
+    """Decoder layers, MTP layers not counted."""
+    hidden_size: int
+    ffn_hidden_size: int
+    """Intermediate size of a dense layer's gated MLP."""
+    num_attention_heads: int
+    vocab_size: int
+    """Rows of the embedding that the tokenizer uses."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    num_query_groups: int = 0
+    """GQA: key/value heads; 0 means one per query head."""
+    head_dim: int = 0
+    """GQA: size of a head; 0 means hidden_size / num_attention_heads."""
+    qk_norm: bool = False
+    """GQA: RMSNorm on queries and keys per head. (MLA always normalises its latents.)"""
+    q_lora_rank: int = 0
+    """MLA: size of the query latent; 0 projects queries directly."""
+    kv_lora_rank: int = 0
+    """MLA: size of the key/value latent."""
+    qk_nope_head_dim: int = 0
+    """MLA: part of a query/key head without position."""
+    qk_rope_head_dim: int = 0
+    """MLA: part of a query/key head with rotary position; its key is shared by all heads."""
+    v_head_dim: int = 0
+    """MLA: size of a value head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    yarn: YarnConfig | None = None
+    """Position scaling for contexts beyond the base model's."""
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    """Use the embedding as output projection."""
+    vocab_pad_multiple: int = 64
+    """The embedding is padded to a multiple of this; padded logits are masked out of the loss."""
+
+    num_experts: int = 0
+    """Routed experts of a MoE layer; 0 makes every layer dense."""
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    """Intermediate size of one routed expert."""
+    shared_expert_ffn_hidden_size: int = 0
+    """Intermediate size of the shared expert; 0 has none."""
+    num_dense_layers: int = 0
+    """Leading layers with a dense MLP in a MoE model."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """softmax: over the chosen logits; sigmoid: per expert, chosen ones normalised to sum 1."""
+    router_num_groups: int = 0
+    """Expert groups for group-limited routing; 0 routes over all experts."""
+    router_topk_groups: int = 0
+    """Groups a token may choose from."""
+    router_scale: float = 1.0
+    """Factor on the normalised routing weights."""
+    router_bias_update_rate: float = 0.0
+    """Step of the aux-loss-free balance bias (arXiv 2408.15664); 0 turns the bias off."""
+    router_aux_loss_coeff: float = 0.0
+    """Weight of the Switch load-balancing loss, averaged over micro-batches; 0 turns it off."""
+
+    mtp_num_layers: int = 0
+    """Multi-token-prediction depths (DeepSeek-V3, arXiv 2412.19437)."""
+    mtp_loss_weight: float = 0.1
+    """Weight of the mean of the MTP losses."""
+
+    init_std: float = 0.02
+    """Standard deviation of weights; residual outputs get it divided by sqrt(2 num_layers)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of activations and of the weights in compute. Master weights are float32 always."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only layer inputs and recompute each layer in backward."""
+    backend: Literal["native", "te"] = "native"
+    """Linear and norm modules: megatron-core's with our norm, or Transformer Engine's."""
+
+    def __post_init__(self) -> None:
+        if self.attention == "gqa":
+            groups = self.num_query_groups or self.num_attention_heads
+            if self.num_attention_heads % groups:
+                raise ValueError(
+                    f"model.num_query_groups {groups} does not divide"
+                    f" model.num_attention_heads {self.num_attention_heads}"
+                )
+            if not self.head_dim and self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"model.hidden_size {self.hidden_size} is not a multiple of"
+                    f" model.num_attention_heads {self.num_attention_heads}; set model.head_dim"
+                )
+            if self.yarn is not None:
+                raise ValueError("model.yarn is for attention 'mla'; GQA scales model.rope_theta")
+        else:
+            names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            for name in names:
+                if getattr(self, name) <= 0:
+                    raise ValueError(f"model.{name} must be > 0 with model.attention 'mla'")
+        self._check_moe()
+        if self.mtp_num_layers < 0:
+            raise ValueError(f"model.mtp_num_layers is {self.mtp_num_layers}; it must be >= 0")
+
+    def _check_moe(self) -> None:
+        if not self.num_experts:
+            return
+        if not 0 < self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token}; it must be between 1 and"
+                f" model.num_experts = {self.num_experts}"
+            )
+        if self.moe_ffn_hidden_size <= 0:
+            raise ValueError("model.moe_ffn_hidden_size must be > 0 when model.num_experts is")
+        if self.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers {self.num_dense_layers} exceeds"
+                f" model.num_layers {self.num_layers}"
+            )
+        if self.router_bias_update_rate and self.router_score != "sigmoid":
+            raise ValueError(
+                "model.router_bias_update_rate needs model.router_score 'sigmoid'; a softmax"
+                " router balances by model.router_aux_loss_coeff"
+            )
+        if self.router_num_groups and self.num_experts % self.router_num_groups:
+            raise ValueError(
+                f"model.router_num_groups {self.router_num_groups} does not divide"
+                f" model.num_experts {self.num_experts}"
+            )
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def gqa_head_dim(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        multiple = self.vocab_pad_multiple
+        return -(-self.vocab_size // multiple) * multiple
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) has experts. MTP layers are as the last one."""
+        return self.num_experts > 0 and layer >= self.num_dense_layers

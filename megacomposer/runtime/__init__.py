@@ -1,0 +1,1 @@
+"""Process start, devices, seeds and determinism."""

@@ -1,0 +1,109 @@
+"""Start and end of one rank's process: device, process group, seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+
+import numpy
+import torch
+
+from megacomposer.runtime.config import RuntimeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Process:
+    """This rank's place in the job and the device it computes on."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def start_process(config: RuntimeConfig) -> Iterator[Process]:
+    """Join the job that torchrun describes in the environment (or be a job of one) until exit.
+
+    Raises:
+        ValueError: a CUDA device was asked for and is not there, or there are fewer than ranks.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = _choose_device(config, local_rank)
+    _quieten_libraries()
+    if device.type == "cpu" and not torch.cuda.is_available():
+        from megacomposer.runtime.cpu_standin import install_cpu_standin
+
+        install_cpu_standin()
+    seed_everything(config.seed)
+    set_determinism(config.deterministic)
+    timeout = datetime.timedelta(seconds=config.collective_timeout_s)
+    # gloo beside NCCL: checkpoint plans and small host tensors travel without touching the GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(
+            backend, store=store, rank=0, world_size=1, timeout=timeout
+        )
+    try:
+        yield Process(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _choose_device(config: RuntimeConfig, local_rank: int) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ValueError(
+            "runtime.device is 'cuda' but torch sees no CUDA device; use --runtime.device auto"
+        )
+    if config.device == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: torch sees"
+            f" {torch.cuda.device_count()}; lower --nproc-per-node"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _quieten_libraries() -> None:
+    # megatron-core warns on import about each optional package that it does not find.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (CPU and CUDA) with the same value on every rank."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_determinism(enabled: bool) -> None:
+    """Make torch refuse operations whose result may change between two equal runs."""
+    torch.use_deterministic_algorithms(enabled)
+    # Filling every torch.empty costs a pass over memory and hides no read of ours: tests poison.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,1 @@
+"""The training step and the one loop of every phase."""

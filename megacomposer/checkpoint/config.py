@@ -14,13 +14,15 @@ class CheckpointConfig(Config):
 
     save_interval_steps: int = 500
     """Optimizer steps between two checkpoints; 0 saves only after the last step."""
+    save_final: bool = True
+    """Save after the last step; a benchmark that throws its weights away turns it off."""
     keep_last: int = 3
     """How many checkpoints stay on disk, the newest ones; 0 keeps every one."""
     load_from: Path | None = None
-    """Start from this one: a `step_*` directory, or a run directory (its newest checkpoint).
+    """Start a new run from this: a `step_*` directory, or a run directory (its newest checkpoint).
 
-    None continues from the run directory's own newest checkpoint, or starts fresh where there is
-    none.
+    A run that has checkpoints of its own continues from the newest of those instead. None starts
+    with fresh weights.
     """
     load_model_only: bool = False
     """Take only the weights from `load_from`: fresh moments, step 0, a fresh data position."""

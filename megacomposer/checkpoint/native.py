@@ -116,8 +116,8 @@ def save_checkpoint(
         group: the ranks that save; the world by default.
 
     Raises, on every rank:
-        ValueError: the ranks' arguments disagree, the blocks do not tile the tensors, or `latest`
-            already names an undamaged checkpoint of this step.
+        ValueError: the ranks' arguments disagree, the blocks do not tile the tensors, `root` is
+            not shared, or `latest` already names an undamaged checkpoint of this step.
         CheckpointError: the file system failed (full, quota, permissions). The partial directory is
             removed and earlier checkpoints are as they were.
     """
@@ -144,11 +144,16 @@ def save_checkpoint(
         manifest = Manifest(step=step, files={k: v for part in entries for k, v in part.items()})
         ranks.first(lambda: _finish(partial, final, manifest))
     except (CheckpointError, ValueError) as error:
-        if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # else the next save removes it
+        # All ranks are here: whatever failed has failed on every one. What cannot be removed now
+        # is removed by the next save.
+        free = ranks.first(lambda: _free_space(root))
+        ranks.first(lambda: shutil.rmtree(partial, ignore_errors=True))
         if isinstance(error, ValueError):
             raise
-        raise CheckpointError(_save_failure(root, step, error)) from error
+        raise CheckpointError(
+            f"could not save step {step} under {root} ({free} there): {error}. Free space or raise "
+            "the quota, or lower checkpoint.keep_last; earlier checkpoints are untouched"
+        ) from error
     ranks.first(lambda: remove_older(final, keep_last))
     return final
 
@@ -266,6 +271,8 @@ def _from_dcp(exception: CheckpointException) -> CheckpointError | ValueError:
 def _write_own_files(
     ranks: Ranks, partial: Path, rng_state: dict[str, torch.Tensor], state: dict[str, Any]
 ) -> None:
+    # Rank 0 made the directory; where that is not seen here, `_finish` says so better than ENOENT.
+    (partial / "rng").mkdir(exist_ok=True)
     write_durably(partial / _rng_name(ranks.rank), safetensors.torch.save(rng_state))
     if ranks.rank == 0:
         write_durably(partial / STATE_NAME, (json.dumps(state, indent=1) + "\n").encode())
@@ -284,10 +291,10 @@ def _finish(partial: Path, final: Path, manifest: Manifest) -> None:
     """Rank 0's last steps: check that it sees every rank's files, list them, and publish."""
     present = {str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir()}
     if present != manifest.files.keys():
-        raise OSError(
-            f"{partial} holds other files than the ranks wrote "
-            f"({shorten(present ^ manifest.files.keys())}); is it on a file system that all ranks "
-            "share?"
+        raise ValueError(
+            f"{partial} does not hold exactly what the ranks wrote "
+            f"({shorten(present ^ manifest.files.keys())}); it must be on a file system that all "
+            "ranks share"
         )
     check_files(partial, manifest, manifest.files, deep=False)
     write_manifest(partial, manifest)
@@ -328,16 +335,12 @@ def _load_rng(
     return safetensors.torch.load((path / name).read_bytes())
 
 
-def _save_failure(root: Path, step: int, error: CheckpointError) -> str:
+def _free_space(root: Path) -> str:
     try:
         space = os.statvfs(root)
-        free = f"{space.f_bavail * space.f_frsize / 2**20:.1f} MiB free there"
-    except OSError as unreadable:
-        free = f"free space unknown, {unreadable.strerror}"
-    return (
-        f"could not save step {step} under {root} ({free}): {error}. Free space or raise the "
-        "quota, or lower checkpoint.keep_last; earlier checkpoints are untouched"
-    )
+    except OSError as error:
+        return f"free space unknown, {error.strerror}"
+    return f"{space.f_bavail * space.f_frsize / 2**20:.1f} MiB free"
 
 
 def _rng_name(rank: int) -> str:

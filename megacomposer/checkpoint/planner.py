@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megacomposer.mesh.sharding import TensorLayout
 
@@ -176,6 +178,15 @@ class ShardWriter(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save closes its zip archive on the way out, which fails too and hides why.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
 
 class ShardReader(FileSystemReader):

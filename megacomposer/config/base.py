@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -123,7 +124,8 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
 def with_place(message: str, where: str) -> str:
     """`where: message`, unless the message names its field as `section.field` by itself."""
     section = where.rpartition(".")[2]
-    return message if not where or f"{section}." in message else f"{where}: {message}"
+    named = not where or re.search(rf"\b{re.escape(section)}\.\w", message)
+    return message if named else f"{where}: {message}"
 
 
 def _init_fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from megacomposer.config.base import Config, field_types, nearest_name_hint, wit
 
 C = TypeVar("C", bound=Config)
 
+# tyro's box: corners, vertical, horizontal, and the padding inside
+_FRAME = "\u256d\u256e\u2570\u256f\u2502\u2500 "
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -183,22 +186,22 @@ def _unknown_argument(token: str, base: Config, options: dict[str, Any]) -> str:
 
 
 def _one_line(printed: str, exit_request: SystemExit) -> str:
-    """The message in the box that tyro drew, without its frame, title, help text and wrapping."""
-    words: list[str] = []
-    for line in _ANSI.sub("", printed).splitlines():
-        if line.startswith(("╭", "╰")):
-            continue
-        text = line.strip("│ ").strip()
-        if set(text) == {"─"}:
-            break
-        words.append(text)
-    message = " ".join(words).removeprefix("Error parsing ")
+    """The message of the box that tyro drew, without its frame, title, help text and wrapping.
+
+    Under a title are rows that end at a rule or a blank row. The frame is drawn with box characters
+    or, where stdout is not UTF-8, with dashes and spaces.
+    """
+    rows = [row.strip(_FRAME) for row in _ANSI.sub("", printed).splitlines()]
+    texts = ["" if set(row) <= {"-"} else row for row in rows]
+    _title, *texts = itertools.dropwhile(lambda text: not text, texts)
+    texts = list(itertools.dropwhile(lambda text: not text, texts))
+    message = " ".join(itertools.takewhile(bool, texts)).removeprefix("Error parsing ")
     cause = exit_request.__context__
     while cause is not None and not isinstance(cause, ValueError):
         cause = cause.__context__
-    # the original error has the text before wrapping, which cuts long words such as paths
     if cause is None:
         return message
+    # the original error has the text before wrapping, which cuts long words such as paths
     return with_place(str(cause), message.partition(": ")[0])
 
 

@@ -17,7 +17,12 @@ UNKNOWN = "NOASSERTION"
 SPDX_HEADER = re.compile(rb"SPDX-License-Identifier:[ \t]*([A-Za-z0-9.+() \t-]+)")
 SPDX_HEAD_BYTES = 4096
 
-LICENSE_FILE = re.compile(r"(?:licen[cs]e|copying|unlicense)(?:[.-][a-z0-9.-]+)?", re.I)
+LICENSE_FILE = re.compile(
+    r"(?:licen[cs]e|copying|unlicense)(?:-[a-z]+(?:[.-]?\d+)*)?"
+    r"(?:\.(?:txt|md|rst|lesser|mit|apache|bsd))?",
+    re.I,
+)
+"""Names of licence files; `license.py` is code."""
 
 LICENSE_TEXTS = (
     ("AGPL-3.0", "gnu affero general public license version 3"),

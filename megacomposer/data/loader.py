@@ -167,6 +167,12 @@ class Loader:
             self._ahead = None
 
 
+def open_dataset(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+    """The dataset `prefix`; ValueError when it is missing, damaged, or of another tokenizer."""
+    check_tokenizer(prefix, tokenizer.fingerprint())
+    return IndexedDataset(prefix)
+
+
 def build_loader(
     config: DataConfig,
     *,
@@ -180,14 +186,16 @@ def build_loader(
     """The loader that `config` describes.
 
     `tokenizer` None loads `config.tokenizer`. Raises ValueError for data that is missing, damaged,
-    or was made with another tokenizer.
+    or was made with another tokenizer; the held-out data too, so that it fails now and not at the
+    first evaluation.
     """
     known = tokenizer if tokenizer is not None else load_tokenizer(config.tokenizer)
-    datasets = []
-    for source in config.sources:
-        check_tokenizer(source.prefix, known.fingerprint())
-        indexed = IndexedDataset(source.prefix)
-        datasets.append(PackedDataset(indexed, config.seq_length, config.seed))
+    datasets = [
+        PackedDataset(open_dataset(source.prefix, known), config.seq_length, config.seed)
+        for source in config.sources
+    ]
+    if config.heldout_prefix is not None:
+        open_dataset(config.heldout_prefix, known)
     return Loader(
         Blend(datasets, [source.weight for source in config.sources]),
         global_batch_size=global_batch_size,

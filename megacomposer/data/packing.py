@@ -14,7 +14,8 @@ from megacomposer.data.indexed import IndexedDataset
 from megacomposer.data.manifest import data_fingerprint
 
 _CACHED_EPOCHS = 2  # a global batch may straddle two
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,12 @@ def document_order(documents: int, *, seed: int, epoch: int) -> np.ndarray:
     A stable sort by a 64-bit hash of (seed, epoch, document). Nothing of it depends on the version
     of a random generator, so a run resumes in the same order with another numpy.
     """
-    key = splitmix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
-    key = splitmix64(key + np.uint64(epoch + 1) * _GOLDEN)
+    # Python integers until here: numpy warns when a single uint64 wraps
+    start, step = ((word * _GOLDEN) & _MASK for word in (1, epoch + 1))
+    key = splitmix64(np.array([(seed + start) & _MASK], dtype=np.uint64))
+    key = splitmix64(key + np.array([step], dtype=np.uint64))
     numbers = np.arange(1, documents + 1, dtype=np.uint64)
-    return np.argsort(splitmix64(key + numbers * _GOLDEN), kind="stable")
+    return np.argsort(splitmix64(key + numbers * np.uint64(_GOLDEN)), kind="stable")
 
 
 class DocumentStream:

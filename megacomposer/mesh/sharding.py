@@ -118,7 +118,8 @@ def gather_to_global(
     local: torch.Tensor,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The whole global tensor on every rank, bit for bit (each element is one value plus zeros).
+    """The whole global tensor on every rank. Exact: each element is one value plus zeros (so that a
+    negative zero loses its sign on more than one rank).
 
     Collective over `group` (default: the world). For references, tests and export: the result has
     the global size on every rank.

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -22,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megacomposer.kernels.attention import masked_attention, varlen_attention
 from megacomposer.mesh.collectives import all_gather_rows
 from megacomposer.mesh.context_parallel import gathered_positions, local_positions
-from megacomposer.model.rotary import yarn_mscale
+from megacomposer.model.rotary import rotate_interleaved, yarn_mscale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,14 +231,9 @@ class LatentAttention(MegatronModule):
         key_nope, value = key_value.split([self.nope_dim, self.v_dim], dim=-1)
 
         query_nope, query_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
-        rotate = functools.partial(
-            apply_rotary_pos_emb,
-            freqs=rotary_pos_emb,
-            config=self.config,
-            mscale=self.mscale,
-            cp_group=parallel_state.get_context_parallel_group(),
-        )
-        key_rope = rotate(key_rope[:, :, None, :])
-        query = torch.cat((query_nope, rotate(query_rope)), dim=-1)
+        assert rotary_pos_emb is not None
+        query_rope = rotate_interleaved(query_rope, rotary_pos_emb, self.mscale)
+        key_rope = rotate_interleaved(key_rope[:, :, None, :], rotary_pos_emb, self.mscale)
+        query = torch.cat((query_nope, query_rope), dim=-1)
         key = torch.cat((key_nope, key_rope.expand(-1, -1, self.num_heads, -1)), dim=-1)
         return self.linear_proj(self.core_attention(query, key, value, attention_mask))

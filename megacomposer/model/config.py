@@ -25,6 +25,19 @@ class YarnConfig(Config):
     mscale_all_dim: float = 1.0
     """Attention temperature coefficient of all dims; enters the softmax scale squared."""
 
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"yarn.factor is {self.factor}; it must be >= 1")
+        if self.original_max_positions < 1:
+            raise ValueError(
+                f"yarn.original_max_positions is {self.original_max_positions}; it must be >= 1"
+            )
+        if not self.beta_fast >= self.beta_slow > 0:
+            raise ValueError(
+                f"yarn.beta_fast {self.beta_fast} and yarn.beta_slow {self.beta_slow} must be > 0,"
+                " and the first not the smaller one"
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
@@ -100,6 +113,16 @@ class ModelConfig(Config):
     """Linear and norm modules: megatron-core's with our norm, or Transformer Engine's."""
 
     def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+        for name in (*sizes, "vocab_size", "vocab_pad_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be >= 1")
+        if self.mtp_num_layers < 0:
+            raise ValueError(f"model.mtp_num_layers is {self.mtp_num_layers}; it must be >= 0")
+        self._check_attention()
+        self._check_moe()
+
+    def _check_attention(self) -> None:
         if self.attention == "gqa":
             groups = self.num_query_groups or self.num_attention_heads
             if self.num_attention_heads % groups:
@@ -119,9 +142,13 @@ class ModelConfig(Config):
             for name in names:
                 if getattr(self, name) <= 0:
                     raise ValueError(f"model.{name} must be > 0 with model.attention 'mla'")
-        self._check_moe()
-        if self.mtp_num_layers < 0:
-            raise ValueError(f"model.mtp_num_layers is {self.mtp_num_layers}; it must be >= 0")
+        mla = self.attention == "mla"
+        rotary = "qk_rope_head_dim" if mla else "head_dim"
+        rotary_dim = self.qk_rope_head_dim if mla else self.gqa_head_dim
+        if rotary_dim % 2:
+            raise ValueError(
+                f"model.{rotary} is {rotary_dim}; rotary positions turn pairs, so it must be even"
+            )
 
     def _check_moe(self) -> None:
         if not self.num_experts:
@@ -143,10 +170,36 @@ class ModelConfig(Config):
                 "model.router_bias_update_rate needs model.router_score 'sigmoid'; a softmax"
                 " router balances by model.router_aux_loss_coeff"
             )
-        if self.router_num_groups and self.num_experts % self.router_num_groups:
+        if self.router_bias_update_rate < 0:
             raise ValueError(
-                f"model.router_num_groups {self.router_num_groups} does not divide"
+                f"model.router_bias_update_rate is {self.router_bias_update_rate}; it must be >= 0"
+            )
+        if self.router_score == "softmax" and self.experts_per_token == 1:
+            raise ValueError(
+                "model.router_score 'softmax' over one chosen expert is always 1 and teaches the"
+                " router nothing; use 'sigmoid', or model.experts_per_token >= 2"
+            )
+        if self.router_num_groups or self.router_topk_groups:
+            self._check_router_groups()
+
+    def _check_router_groups(self) -> None:
+        groups, chosen = self.router_num_groups, self.router_topk_groups
+        if groups < 1 or self.num_experts % groups:
+            raise ValueError(
+                f"model.router_num_groups {groups} does not divide"
                 f" model.num_experts {self.num_experts}"
+            )
+        if not 1 <= chosen <= min(groups, self.experts_per_token):
+            raise ValueError(
+                f"model.router_topk_groups is {chosen}; it must be between 1 and the smaller of"
+                f" model.router_num_groups = {groups} and model.experts_per_token ="
+                f" {self.experts_per_token}"
+            )
+        if self.experts_per_token > chosen * (self.num_experts // groups):
+            raise ValueError(
+                f"model.experts_per_token {self.experts_per_token} exceeds the"
+                f" {chosen * (self.num_experts // groups)} experts of"
+                f" model.router_topk_groups = {chosen} groups"
             )
 
     @property

@@ -28,7 +28,7 @@ class GPT(GPTModel):
             position_embedding_type="none",
         )
         self.model_config = config
-        mtp_layer = layer_spec(config, backend, moe=config.num_experts > 0)
+        mtp_layer = layer_spec(config, backend, moe=config.is_moe_layer(config.num_layers - 1))
         self.mtp = torch.nn.ModuleList(
             MTPLayer(self.config, mtp_layer, backend.layer_norm(), depth)
             for depth in range(1, config.mtp_num_layers + 1)

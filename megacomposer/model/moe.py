@@ -10,8 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as CoreMoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacomposer.kernels.grouped_mlp import grouped_swiglu
@@ -42,18 +45,18 @@ class StackedExperts(MegatronModule):
         return out, None
 
 
-class ExpertDispatcher:
+class ExpertDispatcher(MoETokenDispatcher):
     """Moves tokens to the ranks of their experts and back, in megatron-core's six stages.
 
     One copy per (token, expert) over `all_to_all_single`; without expert parallelism nothing moves.
     Deterministic: stable sorts, and a fixed-order float32 sum in the combine.
     """
 
-    def __init__(self, config: TransformerConfig, ep_group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config, pg_collection)
         self.topk = config.moe_router_topk
         self.num_experts = config.num_moe_experts
-        self.ep_group = ep_group
-        self.num_local_experts = self.num_experts // ep_group.size()
+        self.num_local_experts = self.num_experts // self.ep_group.size()
         self.tokens_per_expert_E: torch.Tensor | None = None
         """Tokens that this rank routed to each expert in the last forward, int64 [E]."""
 
@@ -126,9 +129,16 @@ class MoELayer(CoreMoELayer):
     (With full recomputation each token counts twice; only ratios are used.)
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.token_dispatcher = ExpertDispatcher(config, self.ep_group)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, *args, pg_collection=groups, **kwargs)
+        self.token_dispatcher = ExpertDispatcher(config, groups)
         self.tokens_per_expert = torch.zeros(
             config.num_moe_experts, dtype=torch.float32, device=torch.cuda.current_device()
         )

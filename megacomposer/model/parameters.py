@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megacomposer.mesh.layout import Layout
 from megacomposer.mesh.sharding import TensorLayout, row_layout
@@ -60,13 +61,13 @@ class ParameterShard:
     def local(self) -> torch.Tensor:
         """This rank's storage, shape `layout.local_shape`; writing to it changes the parameter."""
         data = self.parameter.detach()
-        return data.to_local() if isinstance(data, torch.distributed.tensor.DTensor) else data
+        return data.to_local() if isinstance(data, DTensor) else data
 
     @property
     def local_grad(self) -> torch.Tensor | None:
         """This rank's gradient shard (float32), or None before the first backward."""
         grad = self.parameter.grad
-        if isinstance(grad, torch.distributed.tensor.DTensor):
+        if isinstance(grad, DTensor):
             return grad.to_local()
         return grad
 

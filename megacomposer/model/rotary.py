@@ -45,3 +45,19 @@ def rotary_angles(position_ids_T: torch.Tensor, inv_freq: torch.Tensor) -> torch
     """Angles in megatron-core's layout, float32 [T, 1, 1, R]: both halves of a pair repeated."""
     angles = torch.outer(position_ids_T.float(), inv_freq)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def rotate_interleaved(
+    x_TBNR: torch.Tensor, angles_T11R: torch.Tensor, mscale: float
+) -> torch.Tensor:
+    """Rotate pairs (x[2i], x[2i + 1]) by their angle and scale by `mscale`; same shape and dtype.
+
+    DeepSeek's convention: weights keep a pair's members side by side, the result keeps the first
+    members before the second ones (queries and keys alike, so their products do not change).
+    megatron-core's own function does this in 0.16 and not by default in 0.19, hence ours.
+    """
+    half = x_TBNR.shape[-1] // 2
+    cos = (angles_T11R[..., :half].cos() * mscale).to(x_TBNR.dtype)
+    sin = (angles_T11R[..., :half].sin() * mscale).to(x_TBNR.dtype)
+    first, second = x_TBNR[..., 0::2], x_TBNR[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -175,6 +175,7 @@ def transformer_config(config: ModelConfig, layout: Layout) -> TransformerConfig
         ("num_attention_heads", config.num_attention_heads),
         ("padded vocabulary (vocab_size, vocab_pad_multiple)", config.padded_vocab_size),
         ("ffn_hidden_size", config.ffn_hidden_size),
+        ("shared_expert_ffn_hidden_size", config.shared_expert_ffn_hidden_size),
         ("num_query_groups", config.query_groups if config.attention == "gqa" else layout.tp),
     ):
         if count % layout.tp:
@@ -210,6 +211,8 @@ def transformer_config(config: ModelConfig, layout: Layout) -> TransformerConfig
         "bias_activation_fusion": False,
         "persist_layer_norm": False,
         "init_method_std": config.init_std,
+        # The MTP layers are ours; this sizes megatron-core's table of router losses.
+        "mtp_num_layers": config.mtp_num_layers or None,
         **_moe_fields(config),
     }
     if config.attention == "gqa":

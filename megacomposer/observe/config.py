@@ -16,7 +16,7 @@ class ObserveConfig(Config):
     progress: bool = True
     """Show a progress bar on rank 0 when stderr is a terminal."""
     profile_start_step: int = 10
-    """First step to profile; later than the first few, which allocate and compile."""
+    """First step to profile, numbered as in metrics.jsonl; the first few allocate and compile."""
     profile_num_steps: int = 0
     """Steps to profile; 0 turns the profiler off."""
     profile_ranks: tuple[int, ...] = (0,)
@@ -25,12 +25,15 @@ class ObserveConfig(Config):
     def __post_init__(self) -> None:
         if self.log_interval_steps < 1:
             raise ValueError(
-                f"observe.log_interval_steps is {self.log_interval_steps}; it must be >= 1 (1: every step)"
+                f"observe.log_interval_steps is {self.log_interval_steps}; it must be >= 1"
             )
-        if self.profile_start_step < 0 or self.profile_num_steps < 0:
+        if self.profile_start_step < 0:
             raise ValueError(
-                f"observe.profile_start_step is {self.profile_start_step} and observe.profile_num_steps is"
-                f" {self.profile_num_steps}; both must be >= 0 (0 steps: off)"
+                f"observe.profile_start_step is {self.profile_start_step}; it must be >= 0"
+            )
+        if self.profile_num_steps < 0:
+            raise ValueError(
+                f"observe.profile_num_steps is {self.profile_num_steps}; it must be >= 0 (0: off)"
             )
         if self.profile_num_steps and not self.profile_ranks:
             raise ValueError(

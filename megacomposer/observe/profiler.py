@@ -18,9 +18,10 @@ _logger = get_logger(__name__)
 class ProfilerWindow:
     """Records steps `profile_start_step` .. `+ profile_num_steps - 1` on the configured ranks.
 
-    Use as a context manager and call `step(n)` at the start of each step n, before its work. The
-    trace goes to `profiles/rank<r>_step<first>-<last>.json.gz` in the run directory once the step
-    after the window starts, or when the block ends inside the window; it opens in Perfetto and in
+    Use as a context manager and call `step(n)` at the start of each step n, before its work, with
+    n as in metrics.jsonl: the number of steps done once it is. The trace goes to
+    `profiles/rank<r>_step<first>-<last>.json.gz` in the run directory when the step after the
+    window begins, or when the block ends inside the window; it opens in Perfetto and in
     chrome://tracing. The step before the window, if there is one, is traced and thrown away: the
     first traced step pays for starting the tracer. A block left by an exception writes nothing.
     """

@@ -48,8 +48,12 @@ def progress_bar(
         rich.progress.TimeRemainingColumn(),
         rich.progress.TextColumn("{task.fields[text]}", markup=False),
     )
-    console = rich.console.Console(file=sys.stderr)
-    with rich.progress.Progress(*columns, console=console) as progress:
+    progress = rich.progress.Progress(
+        *columns,
+        console=rich.console.Console(file=sys.stderr),
+        redirect_stdout=sys.stdout.isatty(),  # what is piped elsewhere must arrive there
+    )
+    with progress:
         task = progress.add_task(unit, total=total, completed=completed, text="")
         yield ProgressBar(lambda text: progress.update(task, advance=1, text=text))
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacomposer.observe.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Series = tuple[list[int], list[float]]
+"""Steps, and a value at each."""
 
 # One hue per thing shown; told apart in greyscale by shape and dash as well.
 _TRAIN_COLOR = "#2a6fbb"
@@ -43,31 +49,9 @@ def plot_loss(run_dir: Path, *, bigram_nats_per_token: float | None = None) -> P
     loss_axes = figure.add_subplot(grid[0])
     lr_axes = figure.add_subplot(grid[1], sharex=loss_axes)
 
-    loss_axes.plot(*train, color=_TRAIN_COLOR, linewidth=1.4, label="train")
     held_out = _series(records, "eval/loss")
-    if held_out[0]:
-        loss_axes.plot(
-            *held_out,
-            color=_EVAL_COLOR,
-            linestyle="none",
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            label="held-out",
-        )
-    if bigram_nats_per_token is not None:
-        loss_axes.axhline(
-            bigram_nats_per_token,
-            color=_BASELINE_COLOR,
-            linestyle=(0, (5, 3)),
-            linewidth=1.2,
-            label=f"byte bigram {bigram_nats_per_token:.3f}",
-        )
+    _draw_losses(loss_axes, train, held_out, bigram_nats_per_token)
     loss_axes.set_title(_title(run_dir, train, held_out), loc="left", fontsize=11)
-    loss_axes.set_ylabel("loss (nats per token)")
-    loss_axes.legend(frameon=False, loc="upper right")
-    loss_axes.tick_params(labelbottom=False)
-
     lr_axes.plot(*_series(records, "optim/lr"), color=_TRAIN_COLOR, linewidth=1.4)
     lr_axes.set_ylabel("learning rate")
     lr_axes.set_ylim(bottom=0)
@@ -87,15 +71,31 @@ def plot_loss(run_dir: Path, *, bigram_nats_per_token: float | None = None) -> P
     return path
 
 
-def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _draw_losses(axes: Axes, train: Series, held_out: Series, bigram: float | None) -> None:
+    axes.plot(*train, color=_TRAIN_COLOR, linewidth=1.4, label="train")
+    if held_out[0]:
+        points: dict[str, Any] = {
+            "linestyle": "none",
+            "marker": "o",
+            "markersize": 5,
+            "markeredgecolor": "white",
+        }
+        axes.plot(*held_out, color=_EVAL_COLOR, label="held-out", **points)
+    if bigram is not None:
+        dashed: dict[str, Any] = {"linestyle": (0, (5, 3)), "linewidth": 1.2}
+        axes.axhline(bigram, color=_BASELINE_COLOR, label=f"byte bigram {bigram:.3f}", **dashed)
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False, loc="upper right")
+    axes.tick_params(labelbottom=False)
+
+
+def _series(records: list[dict[str, Any]], name: str) -> Series:
     """Steps and values of the lines that report `name`; null is NaN, which leaves a gap."""
     points = [(r["step"], math.nan if r[name] is None else r[name]) for r in records if name in r]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _title(
-    run_dir: Path, train: tuple[list[int], list[float]], held_out: tuple[list[int], list[float]]
-) -> str:
+def _title(run_dir: Path, train: Series, held_out: Series) -> str:
     title = f"{run_dir.resolve().name}: train {train[1][-1]:.3f} at step {train[0][-1]}"
     if held_out[0]:
         title += f", held-out {held_out[1][-1]:.3f} at step {held_out[0][-1]}"

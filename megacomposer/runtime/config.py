@@ -13,7 +13,8 @@ class RuntimeConfig(Config):
     seed: int = 1234
     """Seeds parameter initialisation and every random generator."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes the GPU of the local rank when there is one, else the CPU."""
+    """`auto` takes the GPU of the local rank when there is one, else the CPU. `cuda` and `cpu`
+    refuse to start where that is not what `auto` would take."""
     deterministic: bool = True
     """Ask torch for deterministic algorithms; an operation without one is an error."""
     collective_timeout_s: float = 1800.0

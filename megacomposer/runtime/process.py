@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import logging
 import os
 import random
-import warnings
 from collections.abc import Iterator
 
 import numpy
 import torch
 
 from megacomposer.runtime.config import RuntimeConfig
+from megacomposer.runtime.core_warnings import silence_core_warnings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +35,14 @@ def start_process(config: RuntimeConfig) -> Iterator[Process]:
     """Join the job that torchrun describes in the environment (or be a job of one) until exit.
 
     Raises:
-        ValueError: a CUDA device was asked for and is not there, or there are fewer than ranks.
+        ValueError: a CUDA device was asked for and is not there, or the CPU and one is; or there
+            are fewer devices than ranks.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = _choose_device(config, local_rank)
-    _quieten_libraries()
-    if device.type == "cpu" and not torch.cuda.is_available():
+    silence_core_warnings()
+    if device.type == "cpu":
         from megacomposer.runtime.cpu_standin import install_cpu_standin
 
         install_cpu_standin()
@@ -73,7 +73,13 @@ def _choose_device(config: RuntimeConfig, local_rank: int) -> torch.device:
         raise ValueError(
             "runtime.device is 'cuda' but torch sees no CUDA device; use --runtime.device auto"
         )
-    if config.device == "cpu" or not available:
+    if config.device == "cpu" and available:
+        # megatron-core asks torch.cuda for its device, and would mix the two.
+        raise ValueError(
+            "runtime.device is 'cpu' but torch sees a CUDA device; hide it from the process with"
+            " CUDA_VISIBLE_DEVICES=''"
+        )
+    if not available:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
@@ -83,13 +89,6 @@ def _choose_device(config: RuntimeConfig, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _quieten_libraries() -> None:
-    # megatron-core warns on import about each optional package that it does not find.
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def seed_everything(seed: int) -> None:

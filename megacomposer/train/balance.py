@@ -29,7 +29,7 @@ class RouterBalance:
         counts_LE = torch.stack([layer.tokens_per_expert for layer in self._layers])
         if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(counts_LE)
-        mean_L1 = counts_LE.mean(dim=1, keepdim=True).clamp(min=1)
+        mean_L1 = counts_LE.mean(dim=1, keepdim=True)
         largest_bias = counts_LE.new_zeros(())
         for layer, counts_E, mean_1 in zip(self._layers, counts_LE, mean_L1, strict=True):
             layer.tokens_per_expert.zero_()
@@ -38,7 +38,8 @@ class RouterBalance:
                 if apply:
                     bias += self._rate * torch.sign(mean_1 - counts_E)
                 largest_bias = torch.maximum(largest_bias, bias.abs().max())
-        load_LE = counts_LE / mean_L1
+        # No token at all is a load of 0, not 0 / 0.
+        load_LE = counts_LE / mean_L1.clamp(min=1 / counts_LE.shape[1])
         return {
             "train/expert_load_max_over_mean": load_LE.max(),
             "train/expert_load_min_over_mean": load_LE.min(),

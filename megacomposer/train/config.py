@@ -11,6 +11,7 @@ from megacomposer.mesh.config import MeshConfig
 from megacomposer.model.config import ModelConfig
 from megacomposer.observe.config import ObserveConfig
 from megacomposer.optim.config import OptimConfig, ScheduleConfig
+from megacomposer.optim.schedule import learning_rate
 from megacomposer.runtime.config import RuntimeConfig
 
 
@@ -39,6 +40,10 @@ class LoopConfig(Config):
         for name in ("num_steps", "micro_batch_size", "global_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be >= 1")
+        counts = ("stop_after_steps", "eval_interval_steps", "eval_sequences", "max_skipped_steps")
+        for name in (*counts, "completion_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be >= 0")
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"train.global_batch_size {self.global_batch_size} is not a multiple of"
@@ -59,3 +64,16 @@ class RunConfig(Config):
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.eval_interval_steps and self.data.heldout_prefix is None:
+            raise ValueError(
+                "train.eval_interval_steps needs data.heldout_prefix; set one, or the interval to 0"
+            )
+        if self.train.completion_prompt and self.mesh.cp > 1:
+            raise ValueError(
+                f"train.completion_prompt needs mesh.cp 1, and it is {self.mesh.cp}; set"
+                " --train.completion_prompt ''"
+            )
+        # Raises when the warm-up and the decay do not fit the run.
+        learning_rate(self.schedule, self.optim.lr, 0, self.train.num_steps)

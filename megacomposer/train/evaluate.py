@@ -54,20 +54,19 @@ def complete(
     Recomputes the whole prefix for every token: a demonstration for small models, not an engine.
     Collective, with the same arguments on every rank; the ranks sample the same tokens.
     """
+    assert layout.cp == 1, "RunConfig refuses a completion under context parallelism"
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     ids = [int(i) for i in tokenizer.encode(prompt)]
     start = len(ids)
-    # The row is padded to a multiple that every TP and CP split divides.
-    multiple = 2 * layout.tp * layout.cp
+    # The row is padded to a multiple that TP divides.
+    multiple = layout.tp
     while len(ids) < start + num_tokens:
         padded = -(-len(ids) // multiple) * multiple
         batch = _prefix_batch(ids, padded)
         inputs = prepare_inputs(batch, layout, mtp_num_layers=0, device=device)
         logits = model(inputs, num_heads=1, return_logits=True)[:, 0]
         logits = gather_from_tensor_model_parallel_region(logits)
-        if layout.cp > 1:
-            raise ValueError("completion needs mesh.cp 1; set train.completion_prompt ''")
         last = logits[len(ids) - 1, : model.model_config.vocab_size].float().cpu()
         probabilities = torch.softmax(last / temperature, dim=-1)
         chosen = int(torch.multinomial(probabilities, 1, generator=generator))

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from megacomposer.config.cli import parse_command_line
-from megacomposer.recipes import RECIPES
+from megacomposer.recipes.pretrain import RECIPES
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 

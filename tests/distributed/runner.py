@@ -9,8 +9,8 @@
         assert run_distributed(rank_times_ten, 2, 1) == [1, 11]
 
 The ranks are spawned, not forked, so each imports the test module anew; a function is found by its
-module file and name, and must be defined at the top level of a module. Nothing hangs a test run: at
-the timeout every rank that is still running prints its stacks, and exactly those processes are killed.
+module file and name, and must be defined at the top level of a module. Nothing hangs a test run:
+at the timeout every rank that still runs prints its stacks, and exactly those processes are killed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def _rank_main(
         partial.rename(folder / f"{rank}.result")
         if init_process_group:
             torch.distributed.destroy_process_group()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - all of them are carried to the parent
         # Written whole before the process ends, so the parent never reads half a traceback.
         partial = folder / f"{rank}.partial"
         partial.write_text(traceback.format_exc())
@@ -246,6 +247,11 @@ def _import_file(name: str, file: str) -> None:
     """Makes module `name` importable from `file`: pytest's importlib mode leaves no path to it."""
     if name in sys.modules:
         return
+    parents = name.split(".")[:-1]
+    for depth in range(len(parents), 0, -1):
+        parent = types.ModuleType(".".join(parents[:depth]))
+        parent.__path__ = [str(Path(file).parents[len(parents) - depth])]
+        sys.modules.setdefault(parent.__name__, parent)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 from checkpoint_samples import (
     Scheme,
     differing_keys,
+    quick_processes,
     sample,
     save_and_die_before,
     save_sample,
@@ -24,14 +22,6 @@ from checkpoint_samples import (
 
 from megacomposer.checkpoint.directory import latest_checkpoint
 from megacomposer.checkpoint.native import load_checkpoint
-
-
-@functools.cache
-def processes() -> ForkServerContext:
-    """Processes that start with torch imported already, in a fraction of a second."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoint_samples"])
-    return context
 
 
 def load_and_check(root: Path) -> int:
@@ -45,7 +35,7 @@ def load_and_check(root: Path) -> int:
 
 
 def run_to_its_end(target, *arguments) -> int | None:
-    process = processes().Process(target=target, args=arguments)
+    process = quick_processes().Process(target=target, args=arguments)
     process.start()
     process.join(60)
     assert process.exitcode is not None
@@ -113,7 +103,7 @@ def test_a_killed_rank_of_two_loses_no_save_that_had_returned(tmp_path, seed) ->
 
 def kill_at_random_time(root: Path, seed: int, world_size: int) -> None:
     generator = random.Random(seed)
-    context = processes()
+    context = quick_processes()
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
         context.Process(target=save_until_killed, args=(root, rank, world_size, sender))

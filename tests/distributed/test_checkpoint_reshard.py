@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from checkpoint_samples import Scheme, differing_keys, rng_sample, sample
-from runner import run_distributed
 
 from megacomposer.checkpoint.native import load_checkpoint, save_checkpoint
+from runner import run_distributed
 
 SCHEMES = [
     Scheme(),

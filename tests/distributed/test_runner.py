@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+
 from runner import RankFailure, run_distributed
 
 

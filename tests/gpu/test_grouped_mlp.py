@@ -69,7 +69,9 @@ def test_error_is_at_most_twice_that_of_a_torch_loop(counts, dtype) -> None:
     theirs = _results(_torch_mlp, *operands)
     ours = _results(grouped_swiglu, *operands)
     for name, a, b, e in zip(("y", "dx", "dgu", "dd", "dp"), ours, theirs, exact, strict=True):
-        assert relative_error(a, e) <= 2 * relative_error(b, e) + 1e-7, name
+        # A single probability has a one-element gradient: allow it a few roundings of its own.
+        floor = 4 * torch.finfo(torch.float32).eps
+        assert relative_error(a, e) <= 2 * relative_error(b, e) + floor, name
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -64,6 +64,7 @@ class Run(Config):
     twin: Twin | OtherTwin | None = None
     clip: float | None = 1.0
     width: int | str = 4
+    number: float | int = 0.5
     precision: Precision = Precision.BF16
     mode: Literal["fast", "exact", 3] = "fast"
     data: Path = Path("data")
@@ -122,6 +123,8 @@ def test_restored_values_that_keep_their_json_types() -> None:
     assert type(restored.schedule) is Linear
     assert restored.derived == 4
     assert type(Run.from_dict({"name": "a", "clip": 2}).clip) is float
+    assert type(Run.from_dict({"name": "a", "number": 2}).number) is int
+    assert type(Run.from_dict({"name": "a", "number": 2.0}).number) is float
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_restored_values_that_keep_their_json_types() -> None:
         ({"name": "a", "width": None}, ["width", "int or str"]),
         ({"name": "a", "precision": "fp8"}, ["precision", "'bf16', 'fp32'"]),
         ({"name": "a", "mode": "slow"}, ["mode", "'fast', 'exact', 3"]),
-        ({"name": "a", "mode": True}, ["mode"]),
+        ({"name": "a", "mode": 3.0}, ["mode", "'fast', 'exact', 3", "float 3.0"]),
         ({"name": "a", "optim": {"lr": 1.0, "betas": [0.9]}}, ["optim.betas", "expected 2"]),
         ({"name": "a", "blend": [["web", "x"]]}, ["blend[0][1]", "expected float"]),
         ({"name": "a", "blend": "web"}, ["blend", "expected tuple"]),

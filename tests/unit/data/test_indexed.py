@@ -55,7 +55,7 @@ def test_pieces_of_documents_read_back(tmp_path):
     assert dataset.tokens(1, 2, 2).tolist() == [3, 4]
     assert dataset.tokens(1, 5, 0).tolist() == []
     for arguments in ((3,), (-1,), (1, 4, 2), (0, -1, 1)):
-        with pytest.raises(ValueError, match="of .*d, which has"):
+        with pytest.raises(ValueError, match=r"of .*d, which has"):
             dataset.tokens(*arguments)
 
 
@@ -194,6 +194,17 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, offset, value, message):
         IndexedDataset(tmp_path / "d")
 
 
+def test_offsets_that_are_all_shifted_are_refused(tmp_path):
+    write(tmp_path / "d")
+    raw = bytearray((tmp_path / "d.idx").read_bytes())
+    offsets = np.frombuffer(raw, "<i8", 3, offset=46)
+    assert offsets.tolist() == [0, 4, 14]
+    offsets += 2
+    (tmp_path / "d.idx").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"d\.idx.*prefix sum"):
+        IndexedDataset(tmp_path / "d")
+
+
 BUILDER = """
 import sys, time
 import numpy as np
@@ -236,7 +247,7 @@ def test_a_kill_between_the_renames_leaves_no_index_with_foreign_tokens(tmp_path
         # the first half of publish(), then the process is gone
         (tmp_path / "d.idx").unlink()
         os.replace(tmp_path / "d.bin.incomplete", tmp_path / "d.bin")
-        with pytest.raises(ValueError, match="has no d.idx"):
+        with pytest.raises(ValueError, match=r"has no d\.idx"):
             IndexedDataset(tmp_path / "d")
         os.replace(tmp_path / "d.bin", tmp_path / "d.bin.incomplete")
     assert len(IndexedDataset(tmp_path / "d")) == 1

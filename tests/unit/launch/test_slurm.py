@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megacomposer.recipes import RECIPES
+from megacomposer.recipes.pretrain import RECIPES
 
 ROOT = Path(__file__).resolve().parents[3]
 _RECIPE = next(iter(RECIPES))

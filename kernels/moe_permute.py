@@ -139,7 +139,9 @@ def _gather_sum(
     """sum_k probs[t, k] rows[row_of[t, k]] in fp32 (or float64), one choice at a time."""
     wide = accumulation_dtype(rows_RH.dtype)
     total_TH = rows_RH.new_zeros((row_of_TK.shape[0], rows_RH.shape[1]), dtype=wide)
-    for choice, row_of_T in enumerate(row_of_TK.unbind(1)):
+    # With a strided index, torch's gather takes an element-wise path: 0.16 ms instead of about
+    # 0.02 ms for [8192, 2048] bf16 on an H200.
+    for choice, row_of_T in enumerate(row_of_TK.t().contiguous().unbind(0)):
         rows_TH = rows_RH.index_select(0, row_of_T)
         if probs_TK is None:
             total_TH += rows_TH

@@ -13,7 +13,7 @@ check() {
   echo "== $1: $((SECONDS - start)) s"
 }
 
-check ruff check --quiet .
+check ruff check --quiet --output-format concise .
 check ruff format --check --quiet .
 strict_rooms=()
 for room in config env rollout; do

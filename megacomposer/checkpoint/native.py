@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 import os
-import platform
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -28,8 +27,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-
-import megacomposer
 
 from .agreement import CheckpointError, Ranks
 from .directory import (
@@ -45,7 +42,6 @@ from .directory import (
 )
 from .files import FileEntry, describe_file, write_durably
 from .manifest import (
-    FORMAT_VERSION,
     MANIFEST_NAME,
     CorruptCheckpointError,
     Manifest,
@@ -67,6 +63,7 @@ from .state import (
     STATE_NAME,
     check_arguments,
     check_same_model,
+    compose_state,
     describe_placement,
     read_state,
     shorten,
@@ -125,17 +122,7 @@ def save_checkpoint(
     final, partial = step_directory(root, step), incomplete_directory(root, step)
     placement = describe_placement(ranks, tensors, layout)
     check_arguments(ranks, step, tensors, host_state, placement)
-    state = {
-        "format": FORMAT_VERSION,
-        "step": step,
-        "host_state": host_state,
-        "placement": placement,
-        "versions": {
-            "megacomposer": megacomposer.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
+    state = compose_state(step, host_state, placement)
     try:
         ranks.first(lambda: prepare(root, step))
         _write_shards(ranks, partial, tensors)

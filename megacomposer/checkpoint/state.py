@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import megacomposer
+
 from .agreement import Ranks
-from .manifest import check_format
+from .manifest import FORMAT_VERSION, check_format
 from .planner import Table, Tensors, tensor_table
 
 STATE_NAME = "state.json"
 _LISTED = 10  # names per kind of mismatch in a message
+
+
+def compose_state(
+    step: int, host_state: dict[str, Any], placement: dict[str, Any]
+) -> dict[str, Any]:
+    """What `state.json` holds."""
+    return {
+        "format": FORMAT_VERSION,
+        "step": step,
+        "host_state": host_state,
+        "placement": placement,
+        "versions": {
+            "megacomposer": megacomposer.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -29,14 +29,18 @@ def parallelize(model: GPT, layout: Layout) -> None:
         # Rotary angles and routing probabilities are float32 on purpose.
         cast_forward_inputs=False,
     )
+    # Without shards to gather, freeing the gathered copy after forward saves nothing worth a second
+    # cast of every weight in backward.
+    dense_options = {"mp_policy": policy, "reshard_after_forward": layout.dense_shard > 1}
+    expert_options = {"mp_policy": policy, "reshard_after_forward": layout.expert_shard > 1}
     layers = [*model.decoder.layers, *model.mtp]
     for layer in layers:
         if config.recompute == "full":
             _recompute_in_backward(layer)
         experts = _experts_of(layer)
         if experts is not None:
-            fully_shard(experts, mesh=layout.expert_fsdp_mesh, mp_policy=policy)
-        fully_shard(layer, mesh=layout.dense_fsdp_mesh, mp_policy=policy)
+            fully_shard(experts, mesh=layout.expert_fsdp_mesh, **expert_options)
+        fully_shard(layer, mesh=layout.dense_fsdp_mesh, **dense_options)
     fully_shard(model, mesh=layout.dense_fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

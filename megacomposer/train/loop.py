@@ -92,7 +92,7 @@ class _Loop:
             ProfilerWindow(self.config.observe, run_dir, self.process.rank) as profiler,
         ):
             while state.step < last and not preempted:
-                profiler.step(state.step)
+                profiler.step(state.step + 1)
                 result = self._one_step()
                 bar.advance(loss=result.loss)
                 preempted = self._preemption.agreed()

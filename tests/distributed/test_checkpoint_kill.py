@@ -21,6 +21,7 @@ from checkpoint_samples import (
 )
 
 from megacomposer.checkpoint.directory import latest_checkpoint
+from megacomposer.checkpoint.manifest import verify_checkpoint
 from megacomposer.checkpoint.native import load_checkpoint
 
 
@@ -59,6 +60,8 @@ def test_a_kill_before_any_single_file_operation_keeps_the_old_or_the_new_checkp
         assert code == -signal.SIGKILL, operation
         caplog.clear()
         found.append(load_and_check(root))
+        for path in root.glob("step_????????"):
+            verify_checkpoint(path, deep=True)  # nothing half written or half removed
         leftovers = sorted(path.name for path in root.glob("step_*.incomplete"))
         for name in leftovers:
             assert f"skipping {name}" in caplog.text

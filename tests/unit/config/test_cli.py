@@ -209,6 +209,7 @@ def test_help_that_does_not_list_recipes_or_options(capsys: pytest.CaptureFixtur
         "--optim.lr FLOAT",
         "Peak learning rate.",
         "--optim.inner.beta",
+        "--optim.no_fused_step",
     ):
         assert part in printed
     assert "--optim.inner.ns_steps" not in printed

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train a recipe: `torchrun --nproc-per-node N scripts/train.py RECIPE [--section.field value]`.
 
-A run directory that exists is continued from its newest checkpoint. SIGUSR1 finishes the step, saves
-and ends the process with code 0.
+A run directory that exists is continued from its newest checkpoint. SIGUSR1 finishes the step,
+saves and ends the process with code 0.
 """
 
 from __future__ import annotations

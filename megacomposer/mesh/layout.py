@@ -46,8 +46,8 @@ class Layout:
         _require_divides(
             expert_shard,
             expert_ranks,
-            f"expert_shard {expert_shard} of the {expert_ranks} = world {world_size} / ep {ep} ranks"
-            " that hold one expert",
+            f"expert_shard {expert_shard} of the {expert_ranks} = world {world_size} / ep {ep}"
+            " ranks that hold one expert",
         )
         self.world_size, self.rank = world_size, rank
         self.tp, self.cp, self.ep = tp, cp, ep

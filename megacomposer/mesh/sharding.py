@@ -2,8 +2,8 @@
 
 A parameter (or an optimizer moment) has one layout-free *global* shape. A rank stores a set of
 rectangles of it, called blocks, inside one local tensor. TP, FSDP, EP, CP, uneven and empty shards
-are all this one mechanism: `optim` gathers matrices from blocks, `checkpoint` writes blocks, and the
-gradient norm counts each block once.
+are all this one mechanism: `optim` gathers matrices from blocks, `checkpoint` writes blocks, and
+the gradient norm counts each block once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TensorLayout:
     blocks: tuple[Block, ...]
     """Disjoint; together they cover the local tensor exactly. Empty on a rank without a shard."""
     is_primary: bool
-    """True on exactly one of the ranks that hold the same blocks: the one that writes and counts them."""
+    """True on exactly one of the ranks that hold the same blocks: it writes and counts them."""
 
     def __post_init__(self) -> None:
         covered = sum(math.prod(block.shape) for block in self.blocks)

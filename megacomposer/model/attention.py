@@ -1,7 +1,7 @@
 """Attention modules: core attention for packed documents, and multi-head latent attention.
 
-Shape letters: T tokens of the packed row on this CP rank, S tokens gathered over CP, B = 1,
-N heads of this TP rank, G key/value heads of this TP rank, D query/key head size, V value head size.
+Shape letters: T tokens of the packed row on this CP rank, S tokens gathered over CP, B = 1, N heads
+and G key/value heads of this TP rank, D size of a query or key head, V size of a value head.
 """
 
 from __future__ import annotations
@@ -220,9 +220,7 @@ class LatentAttention(MegatronModule):
         query = query.view(*query.shape[:2], self.num_heads, self.head_dim)
 
         compressed = self.linear_kv_down_proj(hidden_TBH)
-        kv_latent, key_rope = compressed.split(
-            [self.config.kv_lora_rank, self.rope_dim], dim=-1
-        )
+        kv_latent, key_rope = compressed.split([self.config.kv_lora_rank, self.rope_dim], dim=-1)
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))
         if self.config.sequence_parallel:
             # Backward reduce-scatters: every TP rank's heads use this one key.

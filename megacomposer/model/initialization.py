@@ -37,12 +37,11 @@ def initialize_parameters(shards: list[ParameterShard], config: ModelConfig, *, 
 
 
 def _fill_experts(shard: ParameterShard, std: float, seed: int) -> None:
+    shape, device = shard.layout.global_shape[1:], shard.local.device
     for block in shard.layout.blocks:
         for row in range(block.shape[0]):
             expert = block.global_offset[0] + row
-            full = _draw(
-                shard.layout.global_shape[1:], f"{seed}:{shard.name}:{expert}", std, shard.local.device
-            )
+            full = _draw(shape, f"{seed}:{shard.name}:{expert}", std, device)
             shard.local[block.local_offset[0] + row].copy_(full)
 
 

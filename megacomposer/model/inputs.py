@@ -71,7 +71,5 @@ def prepare_inputs(
         labels_DT=stacked["labels"].to(device, non_blocking=True),
         loss_mask_DT=stacked["loss_mask"].to(device, non_blocking=True),
         position_ids_T=position_ids.to(device, non_blocking=True),
-        segments=Segments(
-            cu_seqlens=batch.cu_seqlens, cp_rank=layout.cp_rank, cp_size=layout.cp
-        ),
+        segments=Segments(cu_seqlens=batch.cu_seqlens, cp_rank=layout.cp_rank, cp_size=layout.cp),
     )

@@ -1,8 +1,8 @@
 """Mixture-of-experts layer: stacked experts and the expert-parallel dispatcher.
 
-megatron-core's layer keeps its shape (router, shared expert, six dispatcher stages); the experts and
-the dispatcher are ours. Shape letters: T local tokens, K experts per token, R = T * K routed rows,
-P rows received by this rank's experts, E experts, L local experts, H hidden, I intermediate.
+megatron-core's layer keeps its shape (router, shared expert, six dispatcher stages); the experts
+and the dispatcher are ours. Shape letters: T local tokens, K experts per token, R = T * K routed
+rows, P rows received by this rank's experts, E experts, L local experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ExpertDispatcher(MoETokenDispatcher):
 class MoELayer(CoreMoELayer):
     """megatron-core's MoE layer with our dispatcher, and a count of tokens per expert.
 
-    `tokens_per_expert` [E] sums over forwards that build a graph, until the training step clears it.
+    `tokens_per_expert` [E] sums over forwards that build a graph until the training step clears it.
     (With full recomputation each token counts twice; only ratios are used.)
     """
 

@@ -62,8 +62,6 @@ def _recompute_in_backward(layer: torch.nn.Module) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # No dropout anywhere, so there is no random state to replay.
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     layer.forward = recomputed  # type: ignore[method-assign]

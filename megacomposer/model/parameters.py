@@ -147,9 +147,7 @@ def _is_parallel(module: torch.nn.Module, *suffixes: str) -> bool:
     return any(name.endswith(suffix) for name in names for suffix in suffixes)
 
 
-def logical_matrices(
-    name: str, shape: tuple[int, ...], config: ModelConfig
-) -> tuple[Matrix, ...]:
+def logical_matrices(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[Matrix, ...]:
     """The matrices that a parameter of global `shape` consists of; empty where Muon has no say.
 
     Heads apart in attention projections (rows of the up-projections and of q, k, v; columns of the
@@ -182,9 +180,7 @@ def logical_matrices(
         size = config.v_head_dim if mla else config.gqa_head_dim
         if shape[1] != size * heads:
             raise ValueError(f"{name} has {shape[1]} columns, not {heads} heads of {size}")
-        return tuple(
-            Matrix(offset=(0, h * size), shape=(shape[0], size)) for h in range(heads)
-        )
+        return tuple(Matrix(offset=(0, h * size), shape=(shape[0], size)) for h in range(heads))
     if leaf == "linear_fc1":
         return _row_blocks(shape, [shape[0] // 2] * 2, name)
     if leaf in ("linear_fc2", "linear_q_down_proj", "linear_kv_down_proj", "eh_proj"):

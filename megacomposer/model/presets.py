@@ -100,7 +100,7 @@ def deepseek_v3() -> ModelConfig:
 
 
 def kimi_k2() -> ModelConfig:
-    """Kimi K2 (text part): MLA with 64 heads, 384 experts, one dense layer; the MTP layer is ours."""
+    """Kimi K2 (text part): MLA, 384 experts, one dense layer. The MTP layer is an addition."""
     return ModelConfig(
         num_layers=61,
         hidden_size=7168,

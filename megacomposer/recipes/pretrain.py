@@ -77,9 +77,7 @@ def _large(
         run_dir=f"runs/{name}",
         model=model,
         data=DataConfig(sources=(DataSource(prefix="data/code/train"),), seq_length=seq_length),
-        train=LoopConfig(
-            num_steps=10000, micro_batch_size=micro_batch_size, global_batch_size=256
-        ),
+        train=LoopConfig(num_steps=10000, micro_batch_size=micro_batch_size, global_batch_size=256),
         optim=OptimConfig(lr=3e-4),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=500),
         mesh=mesh or MeshConfig(),

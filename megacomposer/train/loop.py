@@ -58,9 +58,7 @@ def train(config: RunConfig) -> int:
 
 
 class _Loop:
-    def __init__(
-        self, state: TrainState, process: Process, metrics: MetricsWriter | None
-    ) -> None:
+    def __init__(self, state: TrainState, process: Process, metrics: MetricsWriter | None) -> None:
         config = state.config
         self.state, self.process, self.config = state, process, config
         self._metrics = metrics

@@ -1,6 +1,6 @@
 """End-to-end training speed: run a recipe through scripts/train.py and report its own metrics.
 
-    python scripts/bench/pretrain.py qwen3_moe_1gpu --nproc 1 -- --train.num_steps 50
+python scripts/bench/pretrain.py qwen3_moe_1gpu --nproc 1 -- --train.num_steps 50
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def summarise(run_dir: Path) -> dict[str, float]:
     if not timed:
         raise ValueError(f"{run_dir} has {len(steps)} steps; give more than {WARMUP_STEPS}")
     summary = {
-        name: statistics.median(line[name] for line in timed) for name in MEDIANS if name in timed[0]
+        name: statistics.median(line[name] for line in timed)
+        for name in MEDIANS
+        if name in timed[0]
     }
     losses = [line["train/loss"] for line in steps]
     summary |= {"first_loss": losses[0], "middle_loss": losses[len(losses) // 2]}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from parallel_model import CPU, LENGTH, MLA, batches_of, packed_row, start_job
+from parallel_model import CPU, LENGTH, MLA, Job, batches_of, packed_row, start_job
 
 from megacomposer.data.batch import Batch
 from megacomposer.mesh.config import MeshConfig
@@ -18,29 +19,43 @@ if TYPE_CHECKING:
     from megacomposer.runtime.process import Process
 
 
-def gradients(process: Process, config: ModelConfig, mesh: MeshConfig) -> dict[str, Any]:
+def examine(process: Process, config: ModelConfig, mesh: MeshConfig) -> dict[str, Any]:
+    """All that one model on one layout is asked; nothing here changes a parameter."""
+    with start_job(process, config, mesh) as job:
+        outcome = {**gradients(job), "leaks": leaks(job), "groups": groups_of(job.layout)}
+        if config.router_bias_update_rate:
+            outcome |= {"balance": balance(job), "starved": starve(job)}
+        return outcome
+
+
+def gradients(job: Job) -> dict[str, Any]:
     """One step's report, every gradient whole (from rank 0), and what was seen on the way."""
     from megacomposer.train.evaluate import evaluate
 
-    with start_job(process, config, mesh) as job:
-        layer = job.model.decoder.layers[-1]
-        dtypes: dict[str, Any] = {"master": {shard.local.dtype for shard in job.shards}}
-        # Experts refuse rows of another dtype than their weights'.
-        layer.mlp.experts.register_forward_hook(
-            lambda module, rows, output: dtypes.update(experts=rows[0].dtype)
-        )
+    layer = job.model.decoder.layers[-1]
+    dtypes: dict[str, Any] = {"master": {shard.local.dtype for shard in job.shards}}
+    handles = [
         layer.register_forward_hook(
             lambda module, hidden, output: dtypes.update(output=output[0].dtype)
         )
-        held_out = evaluate(job.model, job.layout, batches_of(job.layout), device=CPU)
-        result = job.step()
-        return {
-            "result": dataclasses.asdict(result),
-            "held_out": held_out,
-            "gradients": job.optimizer.gradients if process.is_main else {},
-            "dtypes": dtypes,
-            "groups": groups_of(job.layout),
-        }
+    ]
+    if job.model.model_config.num_experts:
+        # Experts refuse rows of another dtype than their weights'.
+        handles.append(
+            layer.mlp.experts.register_forward_hook(
+                lambda module, rows, output: dtypes.update(experts=rows[0].dtype)
+            )
+        )
+    held_out = evaluate(job.model, job.layout, batches_of(job.layout), device=CPU)
+    result = job.step()
+    for handle in handles:
+        handle.remove()
+    return {
+        "result": dataclasses.asdict(result),
+        "held_out": held_out,
+        "gradients": dict(job.optimizer.gradients) if job.layout.rank == 0 else {},
+        "dtypes": dtypes,
+    }
 
 
 def groups_of(layout: Layout) -> dict[str, list[int]]:
@@ -58,104 +73,106 @@ def groups_of(layout: Layout) -> dict[str, list[int]]:
     return found
 
 
-def leaks(process: Process, config: ModelConfig, mesh: MeshConfig) -> dict[str, Any]:
+@torch.no_grad()
+def leaks(job: Job) -> dict[str, Any]:
     """Losses of each token and head before and after DP rank 0 changes its second document."""
     from megacomposer.model.inputs import prepare_inputs
 
-    with start_job(process, config, mesh) as job, torch.no_grad():
-        layout = job.layout
+    layout, depths = job.layout, len(job.model.mtp)
 
-        def losses(batch: Batch) -> torch.Tensor:
-            inputs = prepare_inputs(batch, layout, mtp_num_layers=len(job.model.mtp), device=CPU)
-            return job.model(inputs)
+    def losses(batch: Batch) -> torch.Tensor:
+        return job.model(prepare_inputs(batch, layout, mtp_num_layers=depths, device=CPU))
 
-        batch = batches_of(layout)[0]
-        lengths = batch.cu_seqlens.diff().tolist()
-        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        tokens = batch.token_ids.clone()
-        if layout.dp_rank == 0:
-            tokens[document == 1] = (tokens[document == 1] + 7) % config.vocab_size
-        before, after = losses(batch), losses(packed_row(tokens, lengths))
-        local = local_positions(len(tokens), layout.cp_rank, layout.cp)
-        changed = (document[local] == 1) & (layout.dp_rank == 0)
-        twins = packed_row(tokens[:LENGTH].repeat(2), [LENGTH, LENGTH])
-        return {"before": before, "after": after, "changed": changed, "twins": losses(twins)}
-
-
-def starve(process: Process, mesh: MeshConfig) -> dict[str, Any]:
-    """A step in which every token goes to experts 0 and 1."""
-    with start_job(process, MLA, mesh) as job:
-        for layer in job.model.moe_layers().values():
-            layer.router.expert_bias[0], layer.router.expert_bias[1] = 200.0, 100.0
-        result = job.step()
-        experts = [shard.name for shard in job.shards if shard.kind == "expert"]
-        return {
-            "result": dataclasses.asdict(result),
-            "ep_rank": job.layout.ep_rank,
-            "gradients": {name: job.optimizer.local[name] for name in experts},
-        }
+    batch = batches_of(layout)[0]
+    lengths = batch.cu_seqlens.diff().tolist()
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    tokens = batch.token_ids.clone()
+    if layout.dp_rank == 0:
+        size = job.model.model_config.vocab_size
+        tokens[document == 1] = (tokens[document == 1] + 7) % size
+    before, after = losses(batch), losses(packed_row(tokens, lengths))
+    local = local_positions(len(tokens), layout.cp_rank, layout.cp)
+    changed = (document[local] == 1) & (layout.dp_rank == 0)
+    twins = packed_row(tokens[:LENGTH].repeat(2), [LENGTH, LENGTH])
+    return {"before": before, "after": after, "changed": changed, "twins": losses(twins)}
 
 
-def break_step(process: Process, mesh: MeshConfig, kind: str, bad_rank: int) -> dict[str, Any]:
-    """A good step, one whose gradient is not finite on `bad_rank` only, and another good one."""
-    with start_job(process, MLA, mesh, adamw=True) as job:
-        first = job.step(seed=0)
-        before = job.state()
-        handle = None
-        if process.rank == bad_rank and kind == "loss":
-            handle = job.model.output_layer.register_forward_hook(
-                lambda module, args, output: (output[0] * float("nan"), output[1])
-            )
-        elif process.rank == bad_rank:
-            shard = next(shard for shard in job.shards if shard.kind == "expert")
-
-            def spoil(parameter: torch.nn.Parameter) -> None:
-                assert parameter.grad is not None
-                parameter.grad.to_local()[0, 0, 0] = float("inf")
-
-            handle = shard.parameter.register_post_accumulate_grad_hook(spoil)
-        broken = job.step(seed=1)
-        after = job.state()
-        if handle is not None:
-            handle.remove()
-        last = job.step(seed=1)
-        return {
-            "skipped": [step.skipped for step in (first, broken, last)],
-            "norms": [step.grad_norm for step in (first, broken, last)],
-            "changed": [name for name in before if not torch.equal(before[name], after[name])],
-            "moved": [name for name in before if not torch.equal(after[name], job.state()[name])],
-            "kinds": set(before),
-        }
-
-
-def balance(process: Process, mesh: MeshConfig) -> dict[str, Any]:
+def balance(job: Job) -> dict[str, Any]:
     """Tokens that this rank routed to each expert of each layer, and the biases they lead to."""
     from megacomposer.model.inputs import prepare_inputs
 
-    with start_job(process, MLA, mesh) as job:
-        layers = job.model.moe_layers()
+    layers, depths = job.model.moe_layers(), len(job.model.mtp)
+    for layer in layers.values():
+        layer.router.expert_bias.zero_()
 
-        def run() -> None:
-            for batch in batches_of(job.layout):
-                job.model(prepare_inputs(batch, job.layout, mtp_num_layers=2, device=CPU))
+    def run() -> None:
+        for batch in batches_of(job.layout):
+            job.model(prepare_inputs(batch, job.layout, mtp_num_layers=depths, device=CPU))
 
-        def copies(of: str) -> dict[str, torch.Tensor]:
-            values = {
-                name: layer.tokens_per_expert if of == "counts" else layer.router.expert_bias
-                for name, layer in layers.items()
-            }
-            return {name: value.clone() for name, value in values.items()}
+    def counts() -> dict[str, torch.Tensor]:
+        return {name: layer.tokens_per_expert.clone() for name, layer in layers.items()}
 
-        run()
-        counts = copies("counts")
-        metrics = job.train_step.balance.finish_step(apply=True)
-        biases, cleared = copies("biases"), copies("counts")
-        run()
-        job.train_step.balance.finish_step(apply=False)
+    def biases() -> dict[str, torch.Tensor]:
+        return {name: layer.router.expert_bias.clone() for name, layer in layers.items()}
+
+    run()
+    outcome: dict[str, Any] = {"counts": counts()}
+    metrics = job.train_step.balance.finish_step(apply=True)
+    outcome |= {"metrics": {name: float(value) for name, value in metrics.items()}}
+    outcome |= {"biases": biases(), "counts after": [counts()]}
+    run()
+    job.train_step.balance.finish_step(apply=False)
+    outcome["counts after"].append(counts())
+    return outcome | {"biases after a skipped step": biases()}
+
+
+def starve(job: Job) -> dict[str, Any]:
+    """A step in which every token goes to experts 0 and 1."""
+    for layer in job.model.moe_layers().values():
+        layer.router.expert_bias[0], layer.router.expert_bias[1] = 200.0, 100.0
+    result = job.step()
+    experts = [shard.name for shard in job.shards if shard.kind == "expert"]
+    return {
+        "result": dataclasses.asdict(result),
+        "ep_rank": job.layout.ep_rank,
+        "gradients": {name: job.optimizer.local[name] for name in experts},
+    }
+
+
+def break_steps(
+    process: Process, mesh: MeshConfig, faults: Sequence[tuple[str, int]]
+) -> dict[str, Any]:
+    """A good step, one for each (fault, rank) whose gradient is not finite, and a good one."""
+    with start_job(process, MLA, mesh, adamw=True) as job:
+        steps = [job.step(seed=0)]
+        before = job.state()
+        for kind, bad_rank in faults:
+            handle = _install(job, kind) if process.rank == bad_rank else None
+            steps.append(job.step(seed=1))
+            if handle is not None:
+                handle.remove()
+        after = job.state()
+        steps.append(job.step(seed=1))
+        later = job.state()
         return {
-            "counts": counts,
-            "metrics": {name: float(value) for name, value in metrics.items()},
-            "biases": biases,
-            "cleared": {**cleared, **{f"{k} later": v for k, v in copies("counts").items()}},
-            "biases after a skipped step": copies("biases"),
+            "skipped": [step.skipped for step in steps],
+            "norms": [step.grad_norm for step in steps],
+            "changed": [name for name in before if not torch.equal(before[name], after[name])],
+            "moved later": [name for name in before if not torch.equal(after[name], later[name])],
+            "names": set(before),
         }
+
+
+def _install(job: Job, kind: str) -> Any:
+    """A hook that breaks the loss, or one element of an expert gradient after its reduction."""
+    if kind == "loss":
+        return job.model.output_layer.register_forward_hook(
+            lambda module, hidden, output: (output[0] * float("nan"), output[1])
+        )
+    shard = next(shard for shard in job.shards if shard.kind == "expert")
+    return shard.parameter.register_post_accumulate_grad_hook(_spoil)
+
+
+def _spoil(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.to_local()[0, 0, 0] = float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -181,14 +182,13 @@ class Job:
 @contextmanager
 def start_job(process: Process, config: ModelConfig, mesh: MeshConfig, *, adamw: bool = False):
     """Build `config` on `mesh`; several jobs may follow each other in one process."""
-    from megatron.core import parallel_state
-
     from megacomposer.model.gpt import GPT
     from megacomposer.model.initialization import initialize_parameters
     from megacomposer.model.parallelize import parallelize
     from megacomposer.model.parameters import describe_parameters
     from megacomposer.train.step import TrainStep
 
+    gc.collect()  # the job before this one, and with it the threads of its groups
     layout = Layout(
         mesh, world_size=process.world_size, rank=process.rank, device_type=process.device.type
     )
@@ -203,7 +203,21 @@ def start_job(process: Process, config: ModelConfig, mesh: MeshConfig, *, adamw:
     try:
         yield Job(layout, model, shards, optimizer, step)
     finally:
-        parallel_state.destroy_model_parallel()
+        close_groups()
+
+
+def close_groups() -> None:
+    """End every process group but the world's: each has a gloo thread that wakes 100 times a second.
+
+    megatron-core makes dozens of them for a layout and forgets them without ending them.
+    """
+    from megatron.core import parallel_state
+
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from runner import run_distributed
-from small_run import small_config, write_corpus
 
 from megacomposer.mesh.config import MeshConfig
+from runner import run_distributed
+from small_run import small_config, write_corpus
 
 STEPS = 20
 TOLERANCE = 1e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from launch_train import train, write_config
 from small_run import write_corpus
 
@@ -94,7 +95,5 @@ def test_a_corrupt_checkpoint_is_refused_by_file(trained, tmp_path) -> None:
 def test_changed_data_is_refused_on_resume(trained, tmp_path) -> None:
     config, run_dir = trained
     other = write_corpus(tmp_path, seed=8)
-    line = refusal(
-        config, run_dir, "--train.num_steps", "3", "--data.sources.0.prefix", str(other)
-    )
+    line = refusal(config, run_dir, "--train.num_steps", "3", "--data.sources.0.prefix", str(other))
     assert "data" in line

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from launch_train import (
     checkpoint_digests,
     kill_group,

@@ -19,9 +19,7 @@ GQA = ModelConfig(
     num_query_groups=2,
 )
 MLA = presets.tiny()
-GROUPED = dataclasses.replace(
-    MLA, experts_per_token=4, router_num_groups=4, router_topk_groups=2
-)
+GROUPED = dataclasses.replace(MLA, experts_per_token=4, router_num_groups=4, router_topk_groups=2)
 
 
 @pytest.mark.parametrize(

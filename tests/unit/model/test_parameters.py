@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from runner import run_distributed
 
 from megacomposer.mesh.config import MeshConfig
 from megacomposer.mesh.layout import Layout
@@ -18,6 +17,7 @@ from megacomposer.model.config import ModelConfig
 from megacomposer.model.parameters import Matrix, logical_matrices
 from megacomposer.model.spec import transformer_config
 from megacomposer.runtime.config import RuntimeConfig
+from runner import run_distributed
 
 GQA = ModelConfig(
     num_layers=2,

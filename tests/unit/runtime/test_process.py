@@ -9,11 +9,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from runner import run_distributed
 
 from megacomposer.runtime.config import RuntimeConfig
 from megacomposer.runtime.cpu_standin import install_cpu_standin
 from megacomposer.runtime.process import seed_everything, set_determinism, start_process
+from runner import run_distributed
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 

@@ -16,6 +16,7 @@ from megacomposer.data.manifest import data_fingerprint
 _CACHED_EPOCHS = 2  # a global batch may straddle two
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_FEISTEL_TURNS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,29 @@ def document_order(documents: int, *, seed: int, epoch: int) -> np.ndarray:
     key = splitmix64(key + np.array([step], dtype=np.uint64))
     numbers = np.arange(1, documents + 1, dtype=np.uint64)
     return np.argsort(splitmix64(key + numbers * np.uint64(_GOLDEN)), kind="stable")
+
+
+def window_at(place: int, windows: int, *, seed: int, epoch: int) -> int:
+    """The window that sample `place` of an epoch reads: a permutation of range(windows).
+
+    Without it, consecutive samples are runs of one document, and a global batch sees a handful of
+    files. A Feistel network over the next even power of two, walked until it lands in range (Black
+    and Rogaway 2002, "Ciphers with arbitrary finite domains"): no index, whatever the corpus size.
+    """
+    half = max((windows - 1).bit_length() + 1, 2) // 2
+    low = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & low
+        for turn in range(_FEISTEL_TURNS):
+            word = ((seed & _MASK) + right * _GOLDEN + (epoch * _FEISTEL_TURNS + turn + 1)) & _MASK
+            left, right = right, left ^ (_scalar_hash(_scalar_hash(word) ^ seed & _MASK) & low)
+        place = left << half | right
+        if place < windows:
+            return place
+
+
+def _scalar_hash(word: int) -> int:
+    return int(splitmix64(np.array([word], dtype=np.uint64))[0])
 
 
 class DocumentStream:
@@ -98,7 +122,7 @@ class PackedDataset:
     """Endless packed samples of one `.bin/.idx` pair, by number.
 
     In each epoch the documents, in an order of their own, are laid end to end and cut into windows
-    of `seq_length` tokens. Each window sees one token more, for its last label, so within an epoch
+    of `seq_length` tokens, which are read in an order of their own too. Each window sees one token more, for its last label, so within an epoch
     every non-first token of a document is predicted exactly once, except in the tail of fewer than
     `seq_length` tokens that is dropped (another one in each epoch). Labels never cross documents.
     The index of an epoch takes 16 bytes per document; those of the last two epochs are kept.
@@ -123,7 +147,8 @@ class PackedDataset:
         """Sample number `index` >= 0; its epoch is `index // samples_per_epoch`."""
         if index < 0:
             raise ValueError(f"sample {index} of {self.indexed.prefix}; numbers start at 0")
-        epoch, window = divmod(index, self.samples_per_epoch)
+        epoch, place = divmod(index, self.samples_per_epoch)
+        window = window_at(place, self.samples_per_epoch, seed=self.seed, epoch=epoch)
         return self._stream(epoch).window(window * self.seq_length, self.seq_length)
 
     def fingerprint(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from megacomposer.config import Config
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveConfig(Config):
     log_interval_steps: int = 1
-    """Steps between two lines in the log and in metrics.jsonl."""
+    """Steps between two lines in the log and in metrics.jsonl; the first and last are there too."""
     tensorboard: bool = False
     """Also write every metric as TensorBoard events to `tensorboard/` in the run directory."""
     progress: bool = True

@@ -113,7 +113,8 @@ class _Loop:
         state.step += 1
         state.trained_tokens += result.num_tokens
         self._count_skips(result)
-        if self.process.is_main and state.step % config.observe.log_interval_steps == 0:
+        due = state.step % config.observe.log_interval_steps == 0
+        if self.process.is_main and (due or state.step in (1, config.train.num_steps)):
             speed = self._speed.metrics(
                 num_tokens=result.num_tokens, step_s=step_s, length=attended_length(batches)
             )

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from megacomposer.runtime.process import Process
 
 
-def examine(process: Process, config: ModelConfig, mesh: MeshConfig) -> dict[str, Any]:
-    """All that one model on one layout is asked; nothing here changes a parameter."""
+def examine(
+    process: Process, config: ModelConfig, mesh: MeshConfig, *, routing: bool = False
+) -> dict[str, Any]:
+    """What one model on one layout is asked, optionally about router biases too.
+
+    Nothing here changes a parameter.
+    """
     with start_job(process, config, mesh) as job:
         outcome = {**gradients(job), "leaks": leaks(job), "groups": groups_of(job.layout)}
-        if config.router_bias_update_rate:
+        if routing:
             outcome |= {"balance": balance(job), "starved": starve(job)}
         return outcome
 

@@ -207,9 +207,10 @@ def start_job(process: Process, config: ModelConfig, mesh: MeshConfig, *, adamw:
 
 
 def close_groups() -> None:
-    """End every process group but the world's: each has a gloo thread that wakes 100 times a second.
+    """End every process group but the world's.
 
-    megatron-core makes dozens of them for a layout and forgets them without ending them.
+    megatron-core makes dozens of them for a layout and forgets them without ending them, and each
+    has a gloo thread that wakes 100 times a second.
     """
     from megatron.core import parallel_state
 
@@ -227,4 +228,5 @@ def start_cpu_process() -> Iterator[Process]:
     from megacomposer.runtime.process import start_process
 
     with start_process(RuntimeConfig(device="cpu", collective_timeout_s=300.0)) as process:
+        gc.freeze()  # what is imported stays; collecting between jobs need not look at it
         yield process

@@ -37,7 +37,7 @@ CASES = {
     "gqa, ep4, dense 2 x 2": (GQA, MeshConfig(ep=4, dense_shard=2)),
     "dense, cp2": (DENSE, MeshConfig(cp=2)),
 }
-STARVED_CASES = [name for name, (config, mesh) in CASES.items() if config is MLA and mesh.ep > 1]
+ROUTING_CASES = ["mla, tp2 ep2", "mla, ep4"]
 # Layout, and what breaks on which one rank in one step each.
 FAULT_CASES = {
     "tensor rank": (TP2, [("loss", 1)]),
@@ -104,7 +104,10 @@ def cases_of_four() -> dict[str, Any]:
     half = dataclasses.replace(MLA, dtype="bf16")
     with start_cpu_process() as process:
         return {
-            **{name: examine(process, *case) for name, case in CASES.items()},
+            **{
+                name: examine(process, *case, routing=name in ROUTING_CASES)
+                for name, case in CASES.items()
+            },
             "recomputed": examine(process, recomputed, TP2),
             "bf16": examine(process, half, TP2),
             "faults": {name: break_steps(process, *case) for name, case in FAULT_CASES.items()},
@@ -223,7 +226,7 @@ def test_loss_of_a_document_depends_on_its_place_in_the_row(
         torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", STARVED_CASES)
+@pytest.mark.parametrize("case", ROUTING_CASES)
 def test_rank_whose_experts_get_no_token_hangs_or_has_no_gradient(
     four: list[dict[str, Any]], case: str
 ) -> None:
@@ -287,7 +290,7 @@ def test_bf16_computes_in_float32_or_trains_bf16_weights(four: list[dict[str, An
         assert value.dtype == torch.float32, name
 
 
-@pytest.mark.parametrize("case", ["mla, tp2 ep2", "mla, cp2"])
+@pytest.mark.parametrize("case", ROUTING_CASES)
 def test_router_bias_moves_away_from_balance_or_ranks_disagree(
     four: list[dict[str, Any]], case: str
 ) -> None:

@@ -26,7 +26,7 @@ def tiny() -> ModelConfig:
         num_dense_layers=1,
         router_score="sigmoid",
         router_scale=2.0,
-        router_bias_update_rate=1e-3,
+        router_bias_update_rate=2e-2,
         mtp_num_layers=1,
     )
 

@@ -10,6 +10,7 @@ from megacomposer.data.config import DataConfig, DataSource
 from megacomposer.mesh.config import MeshConfig
 from megacomposer.model import presets
 from megacomposer.model.config import ModelConfig
+from megacomposer.observe.config import ObserveConfig
 from megacomposer.optim.config import OptimConfig, ScheduleConfig
 from megacomposer.train.config import LoopConfig, RunConfig
 
@@ -25,17 +26,19 @@ def tiny() -> RunConfig:
             seq_length=256,
         ),
         train=LoopConfig(
-            num_steps=240,
-            micro_batch_size=8,
-            global_batch_size=16,
-            eval_interval_steps=120,
+            num_steps=200,
+            micro_batch_size=4,
+            global_batch_size=8,
+            eval_interval_steps=100,
             eval_sequences=0,
             completion_prompt="def read_lines(path):\n",
         ),
-        optim=OptimConfig(name="muon_reference", lr=6e-3),
-        schedule=ScheduleConfig(kind="wsd", warmup_steps=10, wsd_decay_frac=0.4),
+        # The router is one of AdamW's parameters: at Muon's rate it collapses onto two experts.
+        optim=OptimConfig(name="muon_reference", lr=8e-3, muon_adam_lr_multiplier=0.3),
+        schedule=ScheduleConfig(kind="wsd", warmup_steps=20, wsd_decay_frac=0.4),
         mesh=MeshConfig(ep=2),
-        checkpoint=CheckpointConfig(save_interval_steps=120),
+        checkpoint=CheckpointConfig(save_interval_steps=100),
+        observe=ObserveConfig(log_interval_steps=5),
     )
 
 

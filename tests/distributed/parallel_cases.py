@@ -52,6 +52,8 @@ def gradients(job: Job) -> dict[str, Any]:
             )
         )
     held_out = evaluate(job.model, job.layout, batches_of(job.layout), device=CPU)
+    forwards = []
+    handles.append(layer.input_layernorm.register_forward_hook(lambda *call: forwards.append(1)))
     result = job.step()
     for handle in handles:
         handle.remove()
@@ -60,6 +62,7 @@ def gradients(job: Job) -> dict[str, Any]:
         "held_out": held_out,
         "gradients": dict(job.optimizer.gradients) if job.layout.rank == 0 else {},
         "dtypes": dtypes,
+        "layer forwards": len(forwards),
     }
 
 

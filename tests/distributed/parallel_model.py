@@ -37,8 +37,8 @@ MLA = ModelConfig(
     num_attention_heads=4,
     vocab_size=VOCABULARY,
     attention="mla",
-    q_lora_rank=16,
-    kv_lora_rank=16,
+    q_lora_rank=18,
+    kv_lora_rank=5,
     qk_nope_head_dim=8,
     qk_rope_head_dim=4,
     v_head_dim=8,
@@ -57,7 +57,8 @@ MLA = ModelConfig(
     mtp_loss_weight=0.5,
     init_std=0.1,
 )
-"""Every part of a Kimi- or DeepSeek-shaped model."""
+"""Every part of a Kimi- or DeepSeek-shaped model. Four ranks shard the 18 rows unevenly, and the
+last of them gets none of the 5."""
 
 GQA = ModelConfig(
     num_layers=2,
@@ -69,13 +70,14 @@ GQA = ModelConfig(
     qk_norm=True,
     vocab_size=VOCABULARY,
     tie_embeddings=True,
-    num_experts=8,
+    num_experts=6,
     experts_per_token=2,
     moe_ffn_hidden_size=16,
     router_aux_loss_coeff=0.5,
     init_std=0.1,
 )
-"""Every part of a Qwen3-MoE-shaped model, tied embeddings and an auxiliary loss that weighs."""
+"""Every part of a Qwen3-MoE-shaped model, tied embeddings and an auxiliary loss that weighs. Four
+ranks shard the 6 experts as 2, 2, 2 and none, two ranks half of them as 2 and 1."""
 
 
 def documents_of(seed: int) -> list[list[int]]:

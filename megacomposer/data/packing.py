@@ -122,10 +122,11 @@ class PackedDataset:
     """Endless packed samples of one `.bin/.idx` pair, by number.
 
     In each epoch the documents, in an order of their own, are laid end to end and cut into windows
-    of `seq_length` tokens, which are read in an order of their own too. Each window sees one token more, for its last label, so within an epoch
-    every non-first token of a document is predicted exactly once, except in the tail of fewer than
-    `seq_length` tokens that is dropped (another one in each epoch). Labels never cross documents.
-    The index of an epoch takes 16 bytes per document; those of the last two epochs are kept.
+    of `seq_length` tokens, which are read in an order of their own too. Each window sees one token
+    more, for its last label, so within an epoch every non-first token of a document is predicted
+    exactly once, except in the tail of fewer than `seq_length` tokens that is dropped (another one
+    in each epoch). Labels never cross documents. The index of an epoch takes 16 bytes per document;
+    those of the last two epochs are kept.
 
     Raises ValueError when the corpus has fewer tokens than one window.
     """

@@ -93,8 +93,10 @@ class ModelConfig(Config):
     """Groups a token may choose from."""
     router_scale: float = 1.0
     """Factor on the normalised routing weights."""
+    router_bias: bool = False
+    """A bias per expert in the choice of experts, for balance without a loss (arXiv 2408.15664)."""
     router_bias_update_rate: float = 0.0
-    """Step of the aux-loss-free balance bias (arXiv 2408.15664); 0 turns the bias off."""
+    """Step of that bias towards balance, each optimizer step; 0 keeps the biases as they are."""
     router_aux_loss_coeff: float = 0.0
     """Weight of the Switch load-balancing loss, averaged over micro-batches; 0 turns it off."""
 
@@ -165,11 +167,13 @@ class ModelConfig(Config):
                 f"model.num_dense_layers {self.num_dense_layers} exceeds"
                 f" model.num_layers {self.num_layers}"
             )
-        if self.router_bias_update_rate and self.router_score != "sigmoid":
+        if self.router_bias and self.router_score != "sigmoid":
             raise ValueError(
-                "model.router_bias_update_rate needs model.router_score 'sigmoid'; a softmax"
-                " router balances by model.router_aux_loss_coeff"
+                "model.router_bias needs model.router_score 'sigmoid'; a softmax router balances by"
+                " model.router_aux_loss_coeff"
             )
+        if self.router_bias_update_rate and not self.router_bias:
+            raise ValueError("model.router_bias_update_rate needs model.router_bias True")
         if self.router_bias_update_rate < 0:
             raise ValueError(
                 f"model.router_bias_update_rate is {self.router_bias_update_rate}; it must be >= 0"

@@ -49,6 +49,16 @@ def parallelize(model: GPT, layout: Layout) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def release_gathered_weights(model: GPT) -> None:
+    """Free the whole weights that a forward without a backward leaves behind.
+
+    FSDP would take them for current in the next forward, whatever was written to the shards since.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _experts_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     transformer_layer = getattr(layer, "transformer_layer", layer)
     return getattr(transformer_layer.mlp, "experts", None)

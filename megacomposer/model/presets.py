@@ -26,6 +26,7 @@ def tiny() -> ModelConfig:
         num_dense_layers=1,
         router_score="sigmoid",
         router_scale=2.0,
+        router_bias=True,
         router_bias_update_rate=2e-2,
         mtp_num_layers=1,
     )
@@ -91,6 +92,7 @@ def deepseek_v3() -> ModelConfig:
         router_num_groups=8,
         router_topk_groups=4,
         router_scale=2.5,
+        router_bias=True,
         router_bias_update_rate=1e-3,
         mtp_num_layers=1,
         init_std=0.006,
@@ -122,6 +124,7 @@ def kimi_k2() -> ModelConfig:
         num_dense_layers=1,
         router_score="sigmoid",
         router_scale=2.827,
+        router_bias=True,
         router_bias_update_rate=1e-3,
         mtp_num_layers=1,
         init_std=0.006,

@@ -249,7 +249,7 @@ def _moe_fields(config: ModelConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_ffn_hidden_size or None,
         "moe_router_score_function": config.router_score,
-        "moe_router_enable_expert_bias": config.router_bias_update_rate > 0,
+        "moe_router_enable_expert_bias": config.router_bias,
         "moe_router_bias_update_rate": config.router_bias_update_rate,
         "moe_router_num_groups": config.router_num_groups or None,
         "moe_router_group_topk": config.router_topk_groups or None,

@@ -33,8 +33,8 @@ class RouterBalance:
         largest_bias = counts_LE.new_zeros(())
         for layer, counts_E, mean_1 in zip(self._layers, counts_LE, mean_L1, strict=True):
             layer.tokens_per_expert.zero_()
-            if self._rate:
-                bias = layer.router.expert_bias
+            bias = layer.router.expert_bias
+            if bias is not None:
                 if apply:
                     bias += self._rate * torch.sign(mean_1 - counts_E)
                 largest_bias = torch.maximum(largest_bias, bias.abs().max())

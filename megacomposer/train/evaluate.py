@@ -13,6 +13,7 @@ from megacomposer.loss.language_model import masked_sums
 from megacomposer.mesh.layout import Layout
 from megacomposer.model.gpt import GPT
 from megacomposer.model.inputs import prepare_inputs
+from megacomposer.model.parallelize import release_gathered_weights
 from megacomposer.train.step import sum_over_data_ranks
 
 
@@ -30,6 +31,7 @@ def evaluate(
         inputs = prepare_inputs(batch, layout, mtp_num_layers=0, device=device)
         totals[0] += masked_sums(model(inputs, num_heads=1), inputs.loss_mask_DT)[0]
         totals[1] += inputs.loss_mask_DT.sum()
+    release_gathered_weights(model)
     model.train()
     loss_sum, count = sum_over_data_ranks(totals, layout).tolist()
     if count == 0:
@@ -67,12 +69,14 @@ def complete(
         inputs = prepare_inputs(batch, layout, mtp_num_layers=0, device=device)
         logits = model(inputs, num_heads=1, return_logits=True)[:, 0]
         logits = gather_from_tensor_model_parallel_region(logits)
-        last = logits[len(ids) - 1, : model.model_config.vocab_size].float().cpu()
+        # The model may have rows for more ids than the tokenizer can decode.
+        last = logits[len(ids) - 1, : tokenizer.vocab_size].float().cpu()
         probabilities = torch.softmax(last / temperature, dim=-1)
         chosen = int(torch.multinomial(probabilities, 1, generator=generator))
         if chosen == tokenizer.eod_id:
             break
         ids.append(chosen)
+    release_gathered_weights(model)
     model.train()
     return tokenizer.decode(ids[start:])
 

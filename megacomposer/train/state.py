@@ -66,7 +66,7 @@ class TrainState:
         """Weights and router biases by checkpoint key."""
         tensors = {shard.name: (shard.layout, shard.local) for shard in self.shards}
         for name, layer in self.model.moe_layers().items():
-            if self.config.model.router_bias_update_rate:
+            if self.config.model.router_bias:
                 key, bias = f"{name}.router.expert_bias", layer.router.expert_bias
                 layout = whole_layout(key, tuple(bias.shape), is_primary=self.layout.rank == 0)
                 tensors[key] = (layout, bias)

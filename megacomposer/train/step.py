@@ -78,7 +78,7 @@ class TrainStep:
         norm = global_grad_norm(self.shards)
         if self.clip_grad_norm:
             clip_by_global_norm(self.shards, self.clip_grad_norm, norm)
-        # The one host synchronisation of the step: the decision to skip.
+        # Every rank decides alike, since the norm is global; the decision is needed on the host.
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
             self.optimizer.step(lr=lr)

@@ -1,6 +1,6 @@
 """Train a byte-level BPE tokenizer on the standard library's sources, for benchmarks.
 
-    python scripts/bench/train_tokenizer.py --out data/bpe_tokenizer.json
+python scripts/bench/train_tokenizer.py --out data/bpe_tokenizer.json
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ def examine(
 ) -> dict[str, Any]:
     """What one model on one layout is asked, optionally about router biases too.
 
-    Nothing here changes a parameter.
+    Only the last question changes parameters.
     """
     with start_job(process, config, mesh) as job:
         outcome = {**gradients(job), "leaks": leaks(job), "groups": groups_of(job.layout)}
         if routing:
             outcome |= {"balance": balance(job), "starved": starve(job)}
-        return outcome
+        return outcome | {"loss of zero weights": zero_between_evaluations(job)}
 
 
 def gradients(job: Job) -> dict[str, Any]:
@@ -64,6 +64,16 @@ def gradients(job: Job) -> dict[str, Any]:
         "dtypes": dtypes,
         "layer forwards": len(forwards),
     }
+
+
+def zero_between_evaluations(job: Job) -> float:
+    """Held-out loss after every weight was set to zero, straight after another evaluation."""
+    from megacomposer.train.evaluate import evaluate
+
+    evaluate(job.model, job.layout, batches_of(job.layout), device=CPU)
+    for shard in job.shards:
+        shard.local.zero_()
+    return evaluate(job.model, job.layout, batches_of(job.layout), device=CPU)
 
 
 def groups_of(layout: Layout) -> dict[str, list[int]]:

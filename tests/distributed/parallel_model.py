@@ -52,6 +52,7 @@ MLA = ModelConfig(
     router_num_groups=4,
     router_topk_groups=2,
     router_scale=2.0,
+    router_bias=True,
     router_bias_update_rate=1e-3,
     mtp_num_layers=2,
     mtp_loss_weight=0.5,

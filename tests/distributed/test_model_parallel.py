@@ -6,13 +6,14 @@ Every case runs in one job of four ranks and one job of one: importing megatron-
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from parallel_cases import break_steps, examine
-from parallel_model import GQA, LENGTH, MLA, SEQUENCES, start_cpu_process
+from parallel_model import GQA, LENGTH, MLA, SEQUENCES, VOCABULARY, start_cpu_process
 
 from megacomposer.mesh.config import MeshConfig
 from megacomposer.mesh.layout import Layout
@@ -185,6 +186,16 @@ def test_held_out_loss_differs_from_the_training_loss_of_the_same_batches(
 ) -> None:
     for rank in four:
         assert rank[case]["held_out"] == pytest.approx(rank[case]["result"]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", [*MODELS, *CASES])
+def test_evaluation_uses_weights_that_were_gathered_before_they_changed(
+    one: dict[str, Any], four: list[dict[str, Any]], case: str
+) -> None:
+    outcomes = [one[case]] if case in one else [rank[case] for rank in four]
+    for outcome in outcomes:
+        # Without weights every token of the vocabulary is as likely.
+        assert outcome["loss of zero weights"] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)

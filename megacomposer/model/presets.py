@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megacomposer.model.config import ModelConfig, YarnConfig
 
 
@@ -103,31 +105,15 @@ def deepseek_v3() -> ModelConfig:
 
 def kimi_k2() -> ModelConfig:
     """Kimi K2 (text part): MLA, 384 experts, one dense layer. The MTP layer is an addition."""
-    return ModelConfig(
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
+    return dataclasses.replace(
+        deepseek_v3(),
         num_attention_heads=64,
         vocab_size=163840,
-        attention="mla",
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
         rope_theta=50000.0,
         yarn=YarnConfig(factor=32.0, original_max_positions=4096, beta_fast=1.0),
         num_experts=384,
-        experts_per_token=8,
-        moe_ffn_hidden_size=2048,
-        shared_expert_ffn_hidden_size=2048,
         num_dense_layers=1,
-        router_score="sigmoid",
+        router_num_groups=0,
+        router_topk_groups=0,
         router_scale=2.827,
-        router_bias=True,
-        router_bias_update_rate=1e-3,
-        mtp_num_layers=1,
-        init_std=0.006,
-        dtype="bf16",
-        recompute="full",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class NativeBackend(BackendSpecProvider):
     def core_attention(self) -> type:
         return CoreAttention
 
-    def grouped_mlp_modules(self, *args: Any) -> Any:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
         return StackedExperts
 
     def activation_func(self) -> None:
@@ -104,7 +103,7 @@ def layer_spec(config: ModelConfig, backend: BackendSpecProvider, *, moe: bool) 
             self_attention=_attention_spec(config, backend),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=backend.layer_norm(),
-            mlp=_moe_spec(config, backend) if moe else _mlp_spec(backend, MLP),
+            mlp=_moe_spec(backend) if moe else _mlp_spec(backend, MLP),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -144,13 +143,14 @@ def _mlp_spec(backend: BackendSpecProvider, module: type) -> ModuleSpec:
     )
 
 
-def _moe_spec(config: ModelConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    arguments = len(inspect.signature(type(backend).grouped_mlp_modules).parameters) - 1
-    experts = backend.grouped_mlp_modules(*([True] * max(arguments, 1)))
-    shared = _mlp_spec(backend, SharedExpertMLP)
+def _moe_spec(backend: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
-        submodules=MoESubmodules(experts=experts, shared_experts=shared, router=TopKRouter),
+        submodules=MoESubmodules(
+            experts=backend.grouped_mlp_modules(True),
+            shared_experts=_mlp_spec(backend, SharedExpertMLP),
+            router=TopKRouter,
+        ),
     )
 
 

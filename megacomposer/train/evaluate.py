@@ -35,7 +35,7 @@ def evaluate(
     model.train()
     loss_sum, count = sum_over_data_ranks(totals, layout).tolist()
     if count == 0:
-        raise ValueError("the held-out data has no label to score; see data.heldout")
+        raise ValueError("the held-out data has no label to score; see data.heldout_prefix")
     return loss_sum / count
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from megacomposer.data.batch import Batch
@@ -12,28 +14,14 @@ from megacomposer.observe.flops import ModelShape, mfu, peak_flops, training_flo
 
 def model_shape(config: ModelConfig) -> ModelShape:
     """The sizes that FLOPs depend on, with implied ones filled in."""
+    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelShape)}
     gqa = config.attention == "gqa"
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        attention=config.attention,
-        num_query_groups=config.query_groups if gqa else 0,
-        head_dim=config.gqa_head_dim if gqa else 0,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        num_experts=config.num_experts,
-        experts_per_token=config.experts_per_token,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        shared_expert_ffn_hidden_size=config.shared_expert_ffn_hidden_size,
-        num_dense_layers=config.num_dense_layers if config.num_experts else 0,
-        mtp_num_layers=config.mtp_num_layers,
-    )
+    sizes |= {
+        "num_query_groups": config.query_groups if gqa else 0,
+        "head_dim": config.gqa_head_dim if gqa else 0,
+        "num_dense_layers": config.num_dense_layers if config.num_experts else 0,
+    }
+    return ModelShape(**sizes)
 
 
 def attended_length(batches: list[Batch]) -> int:

@@ -144,12 +144,11 @@ class ModelConfig(Config):
             for name in names:
                 if getattr(self, name) <= 0:
                     raise ValueError(f"model.{name} must be > 0 with model.attention 'mla'")
-        mla = self.attention == "mla"
-        rotary = "qk_rope_head_dim" if mla else "head_dim"
-        rotary_dim = self.qk_rope_head_dim if mla else self.gqa_head_dim
-        if rotary_dim % 2:
+        if self.rotary_dim % 2:
+            rotary = "qk_rope_head_dim" if self.attention == "mla" else "head_dim"
             raise ValueError(
-                f"model.{rotary} is {rotary_dim}; rotary positions turn pairs, so it must be even"
+                f"model.{rotary} is {self.rotary_dim}; rotary positions turn pairs, so it must be"
+                " even"
             )
 
     def _check_moe(self) -> None:
@@ -213,6 +212,11 @@ class ModelConfig(Config):
     @property
     def gqa_head_dim(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a query or key head that rotary positions turn."""
+        return self.qk_rope_head_dim if self.attention == "mla" else self.gqa_head_dim
 
     @property
     def padded_vocab_size(self) -> int:

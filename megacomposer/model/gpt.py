@@ -33,9 +33,8 @@ class GPT(GPTModel):
             MTPLayer(self.config, mtp_layer, backend.layer_norm(), depth)
             for depth in range(1, config.mtp_num_layers + 1)
         )
-        rotary_dim = config.qk_rope_head_dim if config.attention == "mla" else config.gqa_head_dim
         # Not a buffer: it is derived from the configuration and must stay float32.
-        self.inv_freq = inverse_frequencies(rotary_dim, config.rope_theta, config.yarn).to(
+        self.inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, config.yarn).to(
             torch.cuda.current_device()
         )
         shard = config.padded_vocab_size // layout.tp

@@ -73,7 +73,6 @@ class _Loop:
         self._speed = SpeedMeter(config.model, state.layout, process.device)
         self._preemption = PreemptionFlag(process.device)
         self._skipped_in_a_row = 0
-        self._first_step = state.step
 
     def run(self) -> int:
         state, settings = self.state, self.config.train

@@ -1,16 +1,18 @@
-"""Packages and the optional C++ build; everything else about the project is in pyproject.toml.
+"""Packages and the optional C++ and CUDA build; all else about the project is in pyproject.toml.
 
 `kernels/` at the root is installed as `megacomposer.kernels`: a top-level module `kernels` would
 shadow the Hugging Face package of that name. The committed symlink megacomposer/kernels is what
 a checkout on PYTHONPATH uses; the mapping below is what an install uses.
 
-MEGACOMPOSER_SKIP_CSRC=1 skips the C++ build. CXX names the compiler (default g++).
+MEGACOMPOSER_SKIP_CSRC=1 skips the build. CXX names the C++ compiler (default g++) and NVCC that of
+CUDA (default $CUDA_HOME/bin/nvcc where there is one, otherwise nvcc on PATH).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,26 +23,41 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
+# The `a` of 90a: wgmma exists on Hopper only.
+CUDA_OPTIONS = ("-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeLibrary:
-    """A C++ file with a plain C ABI, built to a shared library that ctypes loads."""
+    """Files with a plain C ABI, built to one shared library that ctypes loads."""
 
-    source: str
-    """Path from the root."""
+    sources: tuple[str, ...]
+    """Paths from the root, all .cpp or all .cu."""
     module: str
     """Dotted place of the library: `a.b._c` is built as a/b/_c.so."""
     instead: str
     """What the code uses when the library is not there."""
 
+    @property
+    def title(self) -> str:
+        return f"{' + '.join(self.sources)} {'is' if len(self.sources) == 1 else 'are'}"
+
 
 NATIVE_LIBRARIES = (
     NativeLibrary(
-        source="csrc/minhash.cpp",
+        sources=("csrc/minhash.cpp",),
         module="megacomposer.data._minhash",
         instead="the numpy implementation (same signatures, slower)",
     ),
+    NativeLibrary(
+        sources=("csrc/batched_products_sm90.cu", "csrc/small_newton_schulz_sm90.cu"),
+        module="megacomposer.kernels._sm90",
+        instead="the Triton kernels (slower on Hopper, the same elsewhere)",
+    ),
 )
+
+# Part of a source distribution through `depends` of the extensions.
+HEADERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cuh"))
 
 
 class BuildNativeLibraries(build_ext):
@@ -51,35 +68,46 @@ class BuildNativeLibraries(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        (library,) = (item for item in NATIVE_LIBRARIES if item.source == ext.sources[0])
+        (library,) = (item for item in NATIVE_LIBRARIES if item.module == ext.name)
         target = Path(self.get_ext_fullpath(ext.name))
         # An old library must not outlive a failed build: neither here nor in an editable tree.
         target.unlink(missing_ok=True)
         if self.editable_mode:
-            (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
-        reason = _compile(ROOT / library.source, target)
+            package, _, name = ext.name.rpartition(".")
+            folder = self.get_finalized_command("build_py").get_package_dir(package)
+            (ROOT / folder / f"{name}.so").unlink(missing_ok=True)
+        reason = _compile([str(ROOT / source) for source in library.sources], target)
         if reason:
-            _announce(f"{library.source} is not built ({reason}); used instead: {library.instead}")
+            _announce(f"{library.title} not built ({reason}); used instead: {library.instead}")
         else:
-            _announce(f"{library.source} is built as {library.module}")
+            _announce(f"{library.title} built as {library.module}")
 
 
-def _compile(source: Path, target: Path) -> str:
+def _compile(sources: list[str], target: Path) -> str:
     """Builds `target`; returns why not, or the empty string."""
     if os.environ.get("MEGACOMPOSER_SKIP_CSRC", "0") not in ("", "0"):
         return "MEGACOMPOSER_SKIP_CSRC is set"
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    is_cuda = sources[0].endswith(".cu")
+    compiler = _nvcc() if is_cuda else shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         return f"no compiler {compiler[0]}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", "-o", str(target), str(source)]
+    options = CUDA_OPTIONS if is_cuda else ("-fPIC",)
+    command = [*compiler, "-O3", "-std=c++17", "-shared", *options, "-o", str(target), *sources]
     plain_english = {**os.environ, "LC_ALL": "C"}
     result = subprocess.run(command, capture_output=True, text=True, env=plain_english)
     if result.returncode == 0:
         return ""
     target.unlink(missing_ok=True)
-    errors = [line for line in result.stderr.splitlines() if "error" in line]
+    lines = (result.stderr + result.stdout).splitlines()
+    errors = [line for line in lines if re.search("error|fatal|cannot find", line)]
     return f"{compiler[0]} failed: {(errors or ['exit ' + str(result.returncode)])[0].strip()}"
+
+
+def _nvcc() -> list[str]:
+    of_toolkit = Path(os.environ.get("CUDA_HOME") or "/nonexistent") / "bin/nvcc"
+    default = str(of_toolkit) if of_toolkit.exists() else "nvcc"
+    return shlex.split(os.environ.get("NVCC") or default)
 
 
 def _announce(message: str) -> None:
@@ -107,9 +135,9 @@ setup(
     package_dir={"megacomposer": "megacomposer", "megacomposer.kernels": "kernels"},
     ext_modules=[
         # Optional: an editable install copies the result only when it exists.
-        Extension(library.module, [library.source], optional=True)
+        Extension(library.module, [*library.sources], depends=HEADERS, optional=True)
         for library in NATIVE_LIBRARIES
-        if (ROOT / library.source).exists()
+        if all((ROOT / source).exists() for source in library.sources)
     ],
     cmdclass={"build_ext": BuildNativeLibraries},
     zip_safe=False,

@@ -42,8 +42,8 @@ def varlen_attention(
 
     Raises ValueError if a shape, a dtype or `cu_seqlens` is not as above.
     """
-    _check_operands("varlen_attention", q, k, v)
-    bounds = _segment_bounds(cu_seqlens, tokens=q.shape[0], max_seqlen=max_seqlen)
+    check_operands("varlen_attention", q, k, v)
+    bounds = segment_bounds("varlen_attention", cu_seqlens, q.shape[0], max_seqlen)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"varlen_attention: q has {q.shape[0]} tokens but k has {k.shape[0]}")
     if choose("varlen_attention", q) == "reference":
@@ -69,12 +69,17 @@ def varlen_attention_reference(
 ) -> torch.Tensor:
     """`varlen_attention` through one explicit [T, T] mask, in fp32 (float64 for float64 input)."""
     tokens = q.shape[0]
-    _segment_bounds(cu_seqlens, tokens=tokens, max_seqlen=max_seqlen)
+    segment_bounds("varlen_attention", cu_seqlens, tokens, max_seqlen)
+    mask = document_mask(cu_seqlens, tokens).to(q.device)
+    return masked_attention_reference(q, k, v, mask=mask, softmax_scale=softmax_scale)
+
+
+def document_mask(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """bool [tokens, tokens] on the CPU: causal, inside each segment of `cu_seqlens`."""
     position = torch.arange(tokens)
     segment = torch.searchsorted(cu_seqlens.long(), position, right=True)
     causal = position[:, None] >= position[None, :]
-    mask = causal & (segment[:, None] == segment[None, :])
-    return masked_attention_reference(q, k, v, mask=mask.to(q.device), softmax_scale=softmax_scale)
+    return causal & (segment[:, None] == segment[None, :])
 
 
 def masked_attention(
@@ -98,12 +103,8 @@ def masked_attention(
 
     Raises ValueError if a shape or dtype is not as above.
     """
-    _check_operands("masked_attention", q, k, v)
-    if mask.dtype != torch.bool or mask.shape != (q.shape[0], k.shape[0]):
-        raise ValueError(
-            f"masked_attention: mask must be bool [Tq, Tk] = [{q.shape[0]}, {k.shape[0]}], "
-            f"got {mask.dtype} {tuple(mask.shape)}"
-        )
+    check_operands("masked_attention", q, k, v)
+    check_mask("masked_attention", q, k, mask)
     if choose("masked_attention", q) == "reference":
         return masked_attention_reference(q, k, v, mask=mask, softmax_scale=softmax_scale)
     if q.shape[0] == 0 or k.shape[0] == 0:
@@ -242,7 +243,8 @@ def _empty_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return v.new_zeros((q.shape[0], q.shape[1], v.shape[2])) + nothing
 
 
-def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """ValueError unless q [Tq, Hq, Dqk], k [Tk, Hkv, Dqk], v [Tk, Hkv, Dv] belong together."""
     if not (
         q.dim() == k.dim() == v.dim() == 3
         and k.shape[:2] == v.shape[:2]
@@ -258,20 +260,29 @@ def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         )
 
 
-def _segment_bounds(cu_seqlens: torch.Tensor, *, tokens: int, max_seqlen: int) -> list[int]:
+def check_mask(op: str, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> None:
+    """ValueError unless `mask` is bool [Tq, Tk]."""
+    if mask.dtype != torch.bool or mask.shape != (q.shape[0], k.shape[0]):
+        raise ValueError(
+            f"{op}: mask must be bool [Tq, Tk] = [{q.shape[0]}, {k.shape[0]}], "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )
+
+
+def segment_bounds(op: str, cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[int]:
+    """`cu_seqlens` as a list; ValueError unless it rises from 0 to `tokens` in steps of at most
+    `max_seqlen`."""
     if cu_seqlens.device.type != "cpu" or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
-            "varlen_attention: cu_seqlens must be int32 [segments + 1] on the CPU, "
+            f"{op}: cu_seqlens must be int32 [segments + 1] on the CPU, "
             f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
     bounds: list[int] = cu_seqlens.tolist()
     if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
-        raise ValueError(
-            f"varlen_attention: cu_seqlens must rise from 0 to the {tokens} tokens, got {bounds}"
-        )
+        raise ValueError(f"{op}: cu_seqlens must rise from 0 to the {tokens} tokens, got {bounds}")
     longest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
     if longest > max_seqlen:
         raise ValueError(
-            f"varlen_attention: max_seqlen {max_seqlen} is less than the longest segment {longest}"
+            f"{op}: max_seqlen {max_seqlen} is less than the longest segment {longest}"
         )
     return bounds

@@ -3,8 +3,14 @@
 | op               | triton                                  | torch                           |
 |------------------|-----------------------------------------|---------------------------------|
 | rms_norm         | CUDA; bf16, fp16, fp32; 1 <= H <= 16384 | the rest: CPU, float64, wider H |
+| batched_products | CUDA; bf16, fp16, fp32; sm90, see below | bmm: CPU                        |
+| muon_momentum    | CUDA                                    | one piece at a time: CPU        |
+| muon_pack        | CUDA                                    | one piece at a time: CPU        |
+| muon_copy        | CUDA                                    | one rectangle at a time: CPU    |
+| muon_update      | CUDA                                    | one piece at a time: CPU        |
 | varlen_attention | none                                    | flash varlen or SDPA, see below |
 | masked_attention | none                                    | SDPA with a mask                |
+| max_logits       | CUDA; bf16, fp16, fp32; D <= 256        | bmm by blocks of rows: the rest |
 | routing_map      | none                                    | stable sort                     |
 | permute, combine | none                                    | gather + fp32 sum               |
 | grouped_swiglu   | none                                    | grouped_mm or loop, see below   |
@@ -59,12 +65,19 @@ class TritonLimits:
 
 
 _HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+_ANY_SIZE = 2**63 - 1
 
 # None: the op has no Triton kernel.
 TABLE: dict[str, TritonLimits | None] = {
     "rms_norm": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=16384),
+    "batched_products": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=2**31 - 1),
+    "muon_momentum": TritonLimits(dtypes=(torch.float32,), max_last_dim=_ANY_SIZE),
+    "muon_pack": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=_ANY_SIZE),
+    "muon_copy": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=_ANY_SIZE),
+    "muon_update": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=_ANY_SIZE),
     "varlen_attention": None,
     "masked_attention": None,
+    "max_logits": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=256),
     "routing_map": None,
     "permute": None,
     "combine": None,
@@ -90,6 +103,40 @@ def choose(op: str, x: torch.Tensor) -> Implementation:
     if override is None and limits is not None and x.is_cuda and limits.refusal(x) is None:
         return "triton"
     return "torch"
+
+
+def choose_products(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> str:
+    """`sm90`, `triton` or `torch` for one product of kernels/batched_products.py.
+
+    sm90 is CUDA C++ for Hopper: float16 operands, float16 or bfloat16 result, and the row strides
+    that its bulk copies need, multiples of 8 elements.
+    """
+    chosen = choose("batched_products", a)
+    if not use_sm90(a):
+        return "torch" if chosen == "reference" else chosen
+    takes = (
+        a.dtype == torch.float16
+        and out.dtype in (torch.float16, torch.bfloat16)
+        and all(_rows_are_aligned(tensor) for tensor in (a, b, out))
+        and (a.stride(-1) == 1 or b.stride(-1) == 1)
+    )
+    return "sm90" if takes else "triton"
+
+
+def use_sm90(x: torch.Tensor) -> bool:
+    """Whether CUDA C++ kernels may take the place of the Triton kernels of Newton-Schulz."""
+    if not x.is_cuda or x.dtype != torch.float16 or _override() is not None:
+        return False
+    from .sm90 import is_available
+
+    return is_available(x.device)
+
+
+def _rows_are_aligned(x: torch.Tensor) -> bool:
+    """Whether a [B, M, N] tensor starts at 16 bytes and steps by 16 between rows and matrices."""
+    unit = -1 if x.stride(-1) == 1 else -2
+    strides = [x.stride(0) if x.shape[0] > 1 else 8, x.stride(-3 - unit)]
+    return x.data_ptr() % 16 == 0 and x.stride(unit) == 1 and all(s % 8 == 0 for s in strides)
 
 
 def use_flash_varlen(q: torch.Tensor, max_head_dim: int) -> bool:

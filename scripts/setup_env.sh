@@ -87,13 +87,13 @@ _mc_install() {
     "$python" -m pip install 'setuptools>=77.0.3' || return 1
   _mc_phase "pip install -e '.[dev,plot]'" \
     "$python" -m pip install -v --no-build-isolation -e "$_mc_root[dev,plot]" || return 1
-  printf '%s\n' "$_mc_output" | sed -n 's/^ *megacomposer: /setup: /p' >&2  # the C++ build
+  printf '%s\n' "$_mc_output" | sed -n 's/^ *megacomposer: /setup: /p' >&2  # the native builds
 }
 
 # What the environment was made from; editing any of it installs again.
 _mc_fingerprint() {
   (cd "$_mc_root" && { pwd && cat setup.py pyproject.toml scripts/setup_env.sh \
-    && find csrc -name '*.cpp' -exec sha256sum {} + 2>/dev/null | sort; } | sha256sum | cut -c1-64)
+    && find csrc -type f -exec sha256sum {} + 2>/dev/null | sort; } | sha256sum | cut -c1-64)
 }
 
 _mc_setup() {

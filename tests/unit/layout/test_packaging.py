@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 _NATIVE = "megacomposer/data/_minhash.so"
+_CUDA = "megacomposer/kernels/_sm90.so"
 
 
 def run_python(code: str, *, pythonpath: str | None) -> subprocess.CompletedProcess[str]:
@@ -29,21 +31,31 @@ def run_python(code: str, *, pythonpath: str | None) -> subprocess.CompletedProc
 
 
 @pytest.fixture(scope="session")
-def build_wheel(tmp_path_factory: pytest.TempPathFactory, repository_files: list[Path]):
-    """Builds the wheel from a copy of the tree, with more environment variables; its path."""
+def copy_tree(repository_files: list[Path]):
+    """Copies what an install is made from to a new folder, and returns it."""
 
-    def build(edit=lambda source: None, **variables: str) -> tuple[Path, str]:
-        folder = tmp_path_factory.mktemp("wheel")
-        source = folder / "source"
+    def copy(source: Path) -> Path:
         for file in repository_files:
             if file.parts[0] in ("tests", "docs", "scripts"):
                 continue
             (source / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, source / file, follow_symlinks=False)
+        return source
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def build_wheel(tmp_path_factory: pytest.TempPathFactory, copy_tree):
+    """Builds the wheel from a copy of the tree, with more environment variables; its path."""
+
+    def build(edit=lambda source: None, **variables: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp("wheel")
+        source = copy_tree(folder / "source")
         edit(source)
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps"]
         command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-        environment = {**os.environ, **variables}
+        environment = {**os.environ, "NVCC": "no-such-nvcc", **variables}
         result = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -104,6 +116,10 @@ def test_wheel_has_every_module_once_and_kernels_only_inside_the_package(
     assert {f.split("/")[0] for f in wheel_files if ".dist-info/" not in f} == {"megacomposer"}
 
 
+def test_wheel_has_the_measured_table_of_the_cost_model(wheel_files: list[str]) -> None:
+    assert "megacomposer/optim/newton_schulz_h200.json" in wheel_files
+
+
 def test_skipped_native_build_still_gives_a_wheel_that_says_what_is_used_instead(
     build_wheel,
 ) -> None:
@@ -137,6 +153,63 @@ def test_broken_native_source_does_not_block_the_install(build_wheel) -> None:
     wheel, output = build_wheel(break_source)
     assert _NATIVE not in zipfile.ZipFile(wheel).namelist()
     assert "is not built (" in output
+
+
+def write_script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# Writes its arguments where the compiler would write the library.
+_FAKE_NVCC = 'all="$*"; while [ "$1" != -o ]; do shift; done; echo "$all" >"$2"'
+
+
+@pytest.mark.parametrize("named_by", ["NVCC", "CUDA_HOME", "PATH"])
+def test_cuda_library_is_built_from_all_its_sources_into_the_wheel(
+    build_wheel, tmp_path: Path, named_by: str
+) -> None:
+    script = write_script(tmp_path / "bin/nvcc", _FAKE_NVCC)
+    variables = {
+        "NVCC": {"NVCC": f"{script} -lineinfo"},
+        "CUDA_HOME": {"NVCC": "", "CUDA_HOME": str(tmp_path)},
+        "PATH": {"NVCC": "", "CUDA_HOME": "", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+    }[named_by]
+    wheel, output = build_wheel(CXX="no-such-compiler", **variables)
+    command = zipfile.ZipFile(wheel).read(_CUDA).decode().split()
+    sources = [f"csrc/{file.name}" for file in sorted((ROOT / "csrc").glob("*.cu"))]
+    assert [f"csrc/{Path(word).name}" for word in command if word.endswith(".cu")] == sources
+    assert {"-shared", "-gencode=arch=compute_90a,code=sm_90a"} < set(command)
+    assert ("-lineinfo" in command) == (named_by == "NVCC")
+    assert f"{' + '.join(sources)} are built as megacomposer.kernels._sm90" in output
+
+
+def test_missing_or_failing_nvcc_does_not_block_the_install(build_wheel, tmp_path: Path) -> None:
+    wheel, output = build_wheel(NVCC="no-such-nvcc")
+    assert _CUDA not in zipfile.ZipFile(wheel).namelist()
+    reason = re.escape("not built (no compiler no-such-nvcc); used instead: the Triton kernels")
+    assert re.search(rf"small_newton_schulz_sm90\.cu are {reason}", output)
+    # the linker fails after it has opened its output
+    fail = f'{_FAKE_NVCC}; echo "ld: cannot find -lcudart_static" >&2; exit 1'
+    script = write_script(tmp_path / "nvcc", fail)
+    wheel, output = build_wheel(NVCC=script)
+    assert _CUDA not in zipfile.ZipFile(wheel).namelist()
+    assert "failed: ld: cannot find -lcudart_static)" in output
+
+
+def test_source_distribution_has_all_that_the_native_builds_read(copy_tree, tmp_path: Path) -> None:
+    source = copy_tree(tmp_path / "source")
+    code = f"from setuptools import build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(tmp_path / result.stdout.split()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    natives = {str(file.relative_to(ROOT)) for file in (ROOT / "csrc").iterdir()}
+    assert any(name.endswith(".cuh") for name in natives)
+    assert natives <= names
 
 
 def test_apex_is_in_no_dependency_list() -> None:

@@ -102,6 +102,12 @@ class Layout:
         self.cp_group = parallel_state.get_context_parallel_group()
         self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.ep_group = parallel_state.get_expert_model_parallel_group()
+        # The ranks that share one EP rank's experts, over which whole matrices may move.
+        self.expert_exchange_group: torch.distributed.ProcessGroup = (
+            torch.distributed.group.WORLD
+            if self.ep == 1
+            else parallel_state.get_expert_data_parallel_group()
+        )
         assert torch.distributed.get_rank(self.ep_group) == self.ep_rank
         assert torch.distributed.get_rank(self.tp_group) == self.tp_rank
         # The same seed everywhere: dropout is not used, and parameters are initialised by name.

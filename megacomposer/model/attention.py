@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megacomposer.kernels.attention import masked_attention, varlen_attention
+from megacomposer.kernels.attention_logits import max_logits
 from megacomposer.mesh.collectives import all_gather_rows
 from megacomposer.mesh.context_parallel import gathered_positions, local_positions
 from megacomposer.model.rotary import rotate_interleaved, yarn_mscale
@@ -69,6 +70,9 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
         self.cp_group = parallel_state.get_context_parallel_group()
+        self.max_logits: torch.Tensor | None = None
+        """float32 [N]: where set, training forwards raise it to the largest logit of each head
+        over this rank's queries. Not a buffer: it belongs to who set it (optim.qk_clip)."""
 
     def forward(
         self,
@@ -91,12 +95,23 @@ class CoreAttention(torch.nn.Module):
                 max_seqlen=attention_mask.max_seqlen,
                 softmax_scale=scale,
             )
+            self._track(query, key, scale, cu_seqlens=attention_mask.cu_seqlens)
         else:
             key = all_gather_rows(key, self.cp_group)
             value = all_gather_rows(value, self.cp_group)
             mask = attention_mask.mask.to(query.device, non_blocking=True)
             out = masked_attention(query, key, value, mask=mask, softmax_scale=scale)
+            self._track(query, key, scale, mask=mask)
         return out.reshape(out.shape[0], 1, -1)
+
+    def _track(
+        self, query: torch.Tensor, key: torch.Tensor, scale: float, **pairs: torch.Tensor
+    ) -> None:
+        """Recomputation in backward does it again, which changes nothing."""
+        if self.max_logits is None or not self.training or not torch.is_grad_enabled():
+            return
+        largest = max_logits(query, key, softmax_scale=scale, **pairs)
+        torch.maximum(self.max_logits, largest, out=self.max_logits)
 
 
 class ReplicatedLinear(MegatronModule):

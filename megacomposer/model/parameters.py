@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megacomposer.mesh.layout import Layout
-from megacomposer.mesh.sharding import TensorLayout, row_layout
+from megacomposer.mesh.placement import Placement
+from megacomposer.mesh.sharding import TensorLayout
 from megacomposer.model.config import ModelConfig
 from megacomposer.model.moe import StackedExperts
 
@@ -52,6 +53,8 @@ class ParameterShard:
     weight_decay: bool = True
     sum_over_tp: bool = False
     """Replicated over TP but fed with different tokens or heads: its gradient is summed over TP."""
+    placement: Placement | None = None
+    """Where every other rank keeps its part; None for a shard cut by hand."""
 
     @property
     def name(self) -> str:
@@ -72,73 +75,52 @@ class ParameterShard:
         return grad
 
 
-def describe_parameters(model: GPT, layout: Layout) -> list[ParameterShard]:
+def describe_parameters(
+    model: GPT, layout: Layout, *, split_output_heads: bool = True
+) -> list[ParameterShard]:
     """Every trainable parameter with its shard on this rank, in module order.
 
-    Call it after `parallelize`: it reads where FSDP put the rows.
+    Call it after `parallelize`: it checks what FSDP stores here. `split_output_heads` is that of
+    `logical_matrices`.
     """
     shards = []
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            name = f"{module_name}.{leaf}"
-            shards.append(_describe(name, module, parameter, model.model_config, layout))
+            placement = _placement(f"{module_name}.{leaf}", module, parameter, layout)
+            shard = ParameterShard(
+                layout=placement.on(layout),
+                parameter=parameter,
+                kind=placement.kind,
+                matrices=logical_matrices(
+                    placement.name,
+                    placement.global_shape,
+                    model.model_config,
+                    split_output_heads=split_output_heads,
+                ),
+                weight_decay=len(placement.global_shape) > 1,
+                sum_over_tp=(
+                    layout.tp > 1 and placement.kind == "dense" and placement.tp_dim is None
+                ),
+                placement=placement,
+            )
+            assert tuple(shard.local.shape) == shard.layout.local_shape, shard.layout
+            shards.append(shard)
     return shards
 
 
-def _describe(
-    name: str,
-    module: torch.nn.Module,
-    parameter: torch.nn.Parameter,
-    config: ModelConfig,
-    layout: Layout,
-) -> ParameterShard:
+def _placement(
+    name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, layout: Layout
+) -> Placement:
     # A DTensor's shape is that of the TP- or EP-local tensor: FSDP knows nothing of TP and EP.
-    local_shape = tuple(parameter.shape)
-    rows = local_shape[0]
-    expert = isinstance(module, StackedExperts)
-    columns, sum_over_tp = None, False
-    if expert:
-        global_shape = (rows * layout.ep, *local_shape[1:])
-        pieces = [(layout.ep_rank * rows, rows)]
-    elif _is_parallel(module, "ColumnParallelLinear", "VocabParallelEmbedding"):
-        global_shape = (rows * layout.tp, *local_shape[1:])
+    rows, *tail = parameter.shape
+    if isinstance(module, StackedExperts):
+        return Placement(name=name, global_shape=(rows * layout.ep, *tail), kind="expert")
+    if _is_parallel(module, "ColumnParallelLinear", "VocabParallelEmbedding"):
         halves = 2 if name.endswith("linear_fc1.weight") else 1
-        part, half = rows // halves, rows * layout.tp // halves
-        pieces = [(i * half + layout.tp_rank * part, part) for i in range(halves)]
-    elif _is_parallel(module, "RowParallelLinear"):
-        global_shape = (rows, local_shape[1] * layout.tp)
-        pieces = [(0, rows)]
-        columns = (layout.tp_rank * local_shape[1], local_shape[1])
-    else:
-        global_shape, pieces = local_shape, [(0, rows)]
-        sum_over_tp = layout.tp > 1
-    split_by_tp = not expert and global_shape != local_shape
-    if expert:
-        shard_rank, num_shards = layout.expert_shard_rank, layout.expert_shard
-        is_primary = layout.expert_replicate_rank == 0
-    else:
-        shard_rank, num_shards = layout.dense_shard_rank, layout.dense_shard
-        is_primary = layout.dense_replicate_rank == 0 and (split_by_tp or layout.tp_rank == 0)
-    # FSDP2 cuts dim 0 as torch.chunk does.
-    chunk = -(-rows // num_shards)
-    start = min(shard_rank * chunk, rows)
-    shard = ParameterShard(
-        layout=row_layout(
-            name,
-            global_shape,
-            pieces,
-            columns,
-            (start, min(chunk, rows - start)),
-            is_primary=is_primary,
-        ),
-        parameter=parameter,
-        kind="expert" if expert else "dense",
-        matrices=logical_matrices(name, global_shape, config),
-        weight_decay=len(local_shape) > 1,
-        sum_over_tp=sum_over_tp,
-    )
-    assert tuple(shard.local.shape) == shard.layout.local_shape, (name, shard.layout)
-    return shard
+        return Placement(name=name, global_shape=(rows * layout.tp, *tail), tp_dim=0, halves=halves)
+    if _is_parallel(module, "RowParallelLinear"):
+        return Placement(name=name, global_shape=(rows, tail[0] * layout.tp), tp_dim=1)
+    return Placement(name=name, global_shape=(rows, *tail))
 
 
 def _is_parallel(module: torch.nn.Module, *suffixes: str) -> bool:
@@ -147,18 +129,19 @@ def _is_parallel(module: torch.nn.Module, *suffixes: str) -> bool:
     return any(name.endswith(suffix) for name in names for suffix in suffixes)
 
 
-def logical_matrices(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[Matrix, ...]:
+def logical_matrices(
+    name: str, shape: tuple[int, ...], config: ModelConfig, *, split_output_heads: bool = True
+) -> tuple[Matrix, ...]:
     """The matrices that a parameter of global `shape` consists of; empty where Muon has no say.
 
     Heads apart in attention projections (rows of the up-projections and of q, k, v; columns of the
-    output projection), gate and up apart, every expert apart, other projections whole. Embeddings,
-    output layer, router and norms have none.
+    output projection unless `split_output_heads` is False), gate and up apart, every expert apart,
+    other projections whole. Embeddings, output layer, router and norms have none.
 
     Raises:
         ValueError: the rows or columns do not add up to whole heads.
     """
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    mla = config.attention == "mla"
     heads = config.num_attention_heads
     if leaf in ("gate_up", "down"):
         halves = 2 if leaf == "gate_up" else 1
@@ -177,9 +160,11 @@ def logical_matrices(name: str, shape: tuple[int, ...], config: ModelConfig) -> 
         blocks = [config.gqa_head_dim] * (per_group * config.query_groups)
         return _row_blocks(shape, blocks, name)
     if leaf == "linear_proj":
-        size = config.v_head_dim if mla else config.gqa_head_dim
+        size = config.v_head_dim if config.attention == "mla" else config.gqa_head_dim
         if shape[1] != size * heads:
             raise ValueError(f"{name} has {shape[1]} columns, not {heads} heads of {size}")
+        if not split_output_heads:
+            return (Matrix(offset=(0, 0), shape=shape),)
         return tuple(Matrix(offset=(0, h * size), shape=(shape[0], size)) for h in range(heads))
     if leaf == "linear_fc1":
         return _row_blocks(shape, [shape[0] // 2] * 2, name)

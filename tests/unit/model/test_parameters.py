@@ -12,8 +12,10 @@ import torch
 
 from megacomposer.mesh.config import MeshConfig
 from megacomposer.mesh.layout import Layout
+from megacomposer.mesh.placement import Placement
 from megacomposer.model import presets
 from megacomposer.model.config import ModelConfig
+from megacomposer.model.parameter_shapes import parameter_placements
 from megacomposer.model.parameters import Matrix, logical_matrices
 from megacomposer.model.spec import transformer_config
 from megacomposer.runtime.config import RuntimeConfig
@@ -49,8 +51,8 @@ PUBLISHED = {
 Shapes = dict[str, tuple[int, ...]]
 
 
-def parameter_shapes() -> dict[str, Shapes]:
-    """Global shape of every parameter of every model, which are built without their storage."""
+def built_placements() -> dict[str, list[Placement]]:
+    """Placement of every parameter of every model, which are built without their storage."""
     from megacomposer.model.gpt import GPT
     from megacomposer.model.parameters import describe_parameters
     from megacomposer.runtime.process import start_process
@@ -63,18 +65,41 @@ def parameter_shapes() -> dict[str, Shapes]:
         torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment]
         layout = Layout(MeshConfig(), world_size=1, rank=0, device_type="cpu")
         layout.start()
-        shapes = {}
+        found = {}
         for name, config in MODELS.items():
             shards = describe_parameters(GPT(config, layout), layout)
             assert all(shard.layout.is_primary for shard in shards)
-            shapes[name] = {shard.name: shard.layout.global_shape for shard in shards}
-            assert len(shapes[name]) == len(shards), "two parameters share a name"
-        return shapes
+            found[name] = [shard.placement for shard in shards if shard.placement is not None]
+            names = {placement.name for placement in found[name]}
+            assert len(names) == len(shards), "two parameters share a name"
+        return found
 
 
 @pytest.fixture(scope="module")
-def shapes() -> dict[str, Shapes]:
-    return run_distributed(parameter_shapes, 1, init_process_group=False, timeout_s=400.0)[0]
+def placements() -> dict[str, list[Placement]]:
+    return run_distributed(built_placements, 1, init_process_group=False, timeout_s=400.0)[0]
+
+
+@pytest.fixture(scope="module")
+def shapes(placements: dict[str, list[Placement]]) -> dict[str, Shapes]:
+    return {
+        model: {placement.name: placement.global_shape for placement in found}
+        for model, found in placements.items()
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plan_without_the_model_sees_other_parameters(
+    placements: dict[str, list[Placement]], model: str
+) -> None:
+    config = MODELS[model]
+    for split in (True, False):
+        planned = parameter_placements(config, split_output_heads=split)
+        assert [placement for placement, _ in planned] == placements[model]
+        for placement, matrices in planned:
+            assert matrices == logical_matrices(
+                placement.name, placement.global_shape, config, split_output_heads=split
+            )
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -169,6 +194,16 @@ def test_fused_query_key_value_falls_into_heads(shapes: dict[str, Shapes]) -> No
     # Each of 4 groups has 8 queries, a key and a value.
     assert found["linear_qkv"] == {(40, (128, 2048))}
     assert found["linear_proj"] == {(32, (2048, 128))}
+
+
+def test_output_projection_that_shall_stay_whole_is_split(shapes: dict[str, Shapes]) -> None:
+    for model in ("tiny", "gqa"):
+        for name, shape in shapes[model].items():
+            matrices = logical_matrices(name, shape, MODELS[model], split_output_heads=False)
+            if leaf_of(name) == "linear_proj":
+                assert matrices == (Matrix(offset=(0, 0), shape=shape),)
+            else:
+                assert matrices == logical_matrices(name, shape, MODELS[model])
 
 
 def test_parameter_that_is_not_whole_heads_is_cut_anyway() -> None:

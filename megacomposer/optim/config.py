@@ -15,10 +15,11 @@ PER_STEP_SET_STEPS = 5
 class OptimConfig(Config):
     """The optimizer, its moments and decay, and gradient clipping."""
 
-    name: Literal["adamw", "muon_reference"] = "adamw"
+    name: Literal["adamw", "muon", "muon_reference"] = "adamw"
     """`adamw` for every parameter, or Muon for the parameters that have logical matrices (attention
     heads, experts, gate and up halves) and AdamW for the rest (embeddings, head, router, norms).
-    `muon_reference` gathers each matrix parameter whole on every rank: readable, not fast."""
+    `muon` sends each matrix to the rank that orthogonalises it; `muon_reference` gathers each
+    parameter whole on every rank: readable, not fast, and equal to `muon` bit for bit."""
     lr: float = 3e-4
     """Peak learning rate; the schedule scales it."""
     weight_decay: float = 0.1
@@ -26,6 +27,10 @@ class OptimConfig(Config):
     Parameters marked as not decayed (norms, biases) are left out."""
     clip_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm before the update of moments; 0 = off."""
+    qk_clip_threshold: float = 0.0
+    """Largest attention logit (scaled, before the softmax) that a head may show in a step; beyond
+    it the head's query and key weights are scaled down after the update (QK-clip, Kimi K2, arXiv
+    2507.20534, which uses 100). 0 = off. Not for models with query/key norms."""
 
     adam_beta1: float = 0.9
     """Decay of AdamW's first moment."""
@@ -51,9 +56,27 @@ class OptimConfig(Config):
     muon_adam_lr_multiplier: float = 1.0
     """Under Muon, the learning rate of the AdamW parameters as a multiple of `lr`. 1 fits
     `muon_scale=rms_match`; the other scales usually want AdamW's rate well below Muon's."""
+    muon_cautious_decay: bool = False
+    """Decay only the elements that the update moves towards zero (after arXiv 2411.16085)."""
+    muon_o_proj: Literal["per_head", "whole"] = "per_head"
+    """Orthogonalise an attention output projection head by head (its columns), or as one matrix."""
+    muon_ns_form: Literal["auto", "standard", "gram"] = "auto"
+    """Form of the Newton-Schulz iteration; `auto` is gram. See kernels/newton_schulz.py."""
+    muon_wire_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
+    """What Newton-Schulz reads and what it returns, on the wire between ranks and everywhere else.
+    Each matrix is scaled by a power of two first, so that fp16 neither overflows nor loses range;
+    it keeps 3 bits more than bf16."""
+    muon_bucket_mib: float = 256.0
+    """Most MiB on the wire of the matrices that one rank orthogonalises in an exchange, rounded to
+    whole matrices. Exchanges are smaller where these would be fewer than four, since only several
+    overlap, but not below 16 MiB, where launches take longer than the link. A rank keeps about
+    3 * muon_buffers such buffers, more where parameters have replicas."""
+    muon_buffers: int = 3
+    """Exchanges in flight or at work at once; 1 overlaps nothing but local work."""
 
     def __post_init__(self) -> None:
-        for field in ("lr", "weight_decay", "clip_grad_norm", "muon_adam_lr_multiplier"):
+        rates = ("lr", "weight_decay", "muon_adam_lr_multiplier")
+        for field in (*rates, "clip_grad_norm", "qk_clip_threshold"):
             if not 0.0 <= getattr(self, field) < float("inf"):
                 raise ValueError(f"{field}={getattr(self, field)} must be finite and at least 0")
         for field in ("adam_beta1", "adam_beta2", "muon_momentum"):
@@ -63,6 +86,10 @@ class OptimConfig(Config):
             raise ValueError(f"adam_eps={self.adam_eps} must be positive")
         if self.muon_ns_steps < 1:
             raise ValueError(f"muon_ns_steps={self.muon_ns_steps} must be at least 1")
+        if not 0.0 < self.muon_bucket_mib < float("inf"):
+            raise ValueError(f"muon_bucket_mib={self.muon_bucket_mib} must be positive")
+        if self.muon_buffers < 1:
+            raise ValueError(f"muon_buffers={self.muon_buffers} must be at least 1")
         if self.muon_ns_coefficients != "kj" and self.muon_ns_steps > PER_STEP_SET_STEPS:
             raise ValueError(
                 f"muon_ns_steps={self.muon_ns_steps}: the set {self.muon_ns_coefficients!r} has "

@@ -11,19 +11,24 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megacomposer.kernels.newton_schulz import orthogonalize
-from megacomposer.mesh.sharding import TensorLayout, gather_to_global, scatter_from_global
+from megacomposer.kernels.newton_schulz import power_of_two_scale
+from megacomposer.mesh.sharding import gather_to_global, scatter_from_global
 from megacomposer.model.parameters import Matrix, ParameterShard
-from megacomposer.optim.adamw import AdamW
 from megacomposer.optim.config import OptimConfig
-from megacomposer.optim.moments import local_gradients, moment_entry, new_moment
-from megacomposer.optim.scale import update_scale
+from megacomposer.optim.moments import local_gradients
+from megacomposer.optim.muon_state import MuonState
+from megacomposer.optim.orthogonal import (
+    WIRE_DTYPES,
+    decay_factor,
+    orthogonalize_stacks,
+    update_coefficient,
+)
 
 # 256 MiB of float32 per stack; Newton-Schulz needs a few times that
 _CHUNK_ELEMENTS = 64 * 1024 * 1024
 
 
-class MuonReference:
+class MuonReference(MuonState):
     """Muon for the parameters that have logical matrices, AdamW for all others.
 
     For each logical matrix (a head, an expert, a gate or up half), with gradient G:
@@ -31,29 +36,21 @@ class MuonReference:
         update = scale(m, n) * NewtonSchulz(G + mu * buf if nesterov else buf)
         parameter = parameter * (1 - lr * weight_decay) - lr * update
 
+    Newton-Schulz reads and returns `muon_wire_dtype`, with powers of two as in `orthogonal`. With
+    `muon_cautious_decay` the decay applies only where update * parameter > 0.
+
     `torch.optim.Muon` keeps the average mu * buf + (1 - mu) * G instead of the sum. That is
     (1 - mu) times ours, in the Nesterov form too, and Newton-Schulz ignores the factor: the updates
-    agree to rounding. Momentum is float32 in the storage layout of the parameter, so a checkpoint
-    reshards like the parameter does. The result does not depend on the sharding, bit for bit.
+    agree to rounding. The result does not depend on the sharding, bit for bit.
 
     `step` is collective over the world (one all-reduce per matrix parameter): every rank passes the
     same parameters in the same order, empty shards included.
     """
 
     def __init__(self, shards: Sequence[ParameterShard], config: OptimConfig) -> None:
-        self._shards = list(shards)
-        self._config = config
-        self._matrix_shards = [shard for shard in self._shards if shard.matrices]
+        super().__init__(shards, config)
         for shard in self._matrix_shards:
             _check_matrices(shard)
-        self._momenta = [new_moment(shard) for shard in self._matrix_shards]
-        self._adamw = AdamW(
-            [shard for shard in self._shards if not shard.matrices],
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-        )
 
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
@@ -69,53 +66,42 @@ class MuonReference:
     def _step_matrices(
         self, shard: ParameterShard, gradient: torch.Tensor, momentum: torch.Tensor, lr: float
     ) -> None:
-        mu = self._config.muon_momentum
+        config, mu = self._config, self._config.muon_momentum
         # Products and sums as separate operations here and below: whether a fused one rounds once
         # or twice may depend on where in a tensor an element lies, hence on the sharding.
         momentum.mul_(mu).add_(gradient)
-        direction = momentum.mul(mu).add_(gradient) if self._config.muon_nesterov else momentum
-        full = gather_to_global(shard.layout, direction)
-        full.add_(0.0)  # the gather's sum turns -0.0 into 0.0, but one rank alone sums nothing
-        self._orthogonalize_matrices(shard, full)
-        update = torch.empty_like(momentum)
+        direction = momentum.mul(mu).add_(gradient) if config.muon_nesterov else momentum
+        # As integers: the gather's sum would turn -0.0 into 0.0, but one rank alone sums nothing.
+        full = gather_to_global(shard.layout, direction.view(torch.int32)).view(torch.float32)
+        coefficients = torch.empty_like(full)
+        self._orthogonalize_matrices(shard, full, coefficients, lr)
+        update, coefficient = torch.empty_like(momentum), torch.empty_like(momentum)
         scatter_from_global(shard.layout, full, update)
+        scatter_from_global(shard.layout, coefficients, coefficient)
         local = shard.local
-        if shard.weight_decay:
-            local.mul_(1.0 - lr * self._config.weight_decay)
-        local.sub_(update.mul_(lr))
+        decayed = local * decay_factor(config, lr, weight_decay=shard.weight_decay)
+        if config.muon_cautious_decay:
+            decayed = torch.where(update * local > 0, decayed, local)
+        local.copy_(decayed.sub_(update.mul_(coefficient)))
 
-    def _orthogonalize_matrices(self, shard: ParameterShard, full: torch.Tensor) -> None:
-        """Replaces each logical matrix of `full` (global shape) by its scaled update, in place."""
-        config = self._config
+    def _orthogonalize_matrices(
+        self, shard: ParameterShard, full: torch.Tensor, coefficients: torch.Tensor, lr: float
+    ) -> None:
+        """Replaces each logical matrix of `full` (global shape) by its orthogonal u, in place, and
+        writes what to multiply it by."""
+        wire = WIRE_DTYPES[self._config.muon_wire_dtype]
         for rows, columns, chunk in _same_shape_chunks(shard.matrices):
             stack = torch.stack([full[m.slices].reshape(rows, columns) for m in chunk])
-            stack = orthogonalize(
-                stack, steps=config.muon_ns_steps, coefficients=config.muon_ns_coefficients
-            )
-            stack.mul_(update_scale(config.muon_scale, rows, columns))
+            scales = power_of_two_scale(stack.abs().amax(dim=(1, 2)))
+            stack = (stack * scales[:, None, None]).to(wire)
+            (stack,) = orthogonalize_stacks([stack], self._config)
             for matrix, result in zip(chunk, stack.unbind(), strict=True):
-                full[matrix.slices] = result.reshape(matrix.shape)
+                full[matrix.slices] = result.reshape(matrix.shape).float()
+                coefficients[matrix.slices] = update_coefficient(self._config, rows, columns, lr)
 
-    def zero_grad(self) -> None:
-        """Drops every gradient."""
-        for shard in self._shards:
-            shard.parameter.grad = None
-
-    def state_tensors(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
-        """`optim/<name>/momentum` of each matrix parameter, and AdamW's moments of the others."""
-        entries = dict(
-            moment_entry(shard, "momentum", momentum)
-            for shard, momentum in zip(self._matrix_shards, self._momenta, strict=True)
-        )
-        return entries | self._adamw.state_tensors()
-
-    def state_scalars(self) -> dict[str, int | float]:
-        """`step`: how many updates were made."""
-        return self._adamw.state_scalars()
-
-    def load_state_scalars(self, scalars: dict[str, int | float]) -> None:
-        """Restores what `state_scalars` returned; ValueError if it holds anything else."""
-        self._adamw.load_state_scalars(scalars)
+    def metrics(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
 
 
 def _check_matrices(shard: ParameterShard) -> None:

@@ -7,10 +7,12 @@ from typing import Protocol
 
 import torch
 
+from megacomposer.mesh.layout import Layout
 from megacomposer.mesh.sharding import TensorLayout
 from megacomposer.model.parameters import ParameterShard
 from megacomposer.optim.adamw import AdamW
 from megacomposer.optim.config import OptimConfig
+from megacomposer.optim.muon import ShardedMuon
 from megacomposer.optim.muon_reference import MuonReference
 
 
@@ -41,12 +43,19 @@ class Optimizer(Protocol):
     def load_state_scalars(self, scalars: dict[str, int | float]) -> None:
         """Restores `state_scalars`; ValueError if the names differ."""
 
+    def metrics(self) -> dict[str, float]:
+        """What the last step has to report, on this rank, by registered name; often nothing."""
+        ...
 
-def build_optimizer(config: OptimConfig, shards: Sequence[ParameterShard]) -> Optimizer:
+
+def build_optimizer(
+    config: OptimConfig, shards: Sequence[ParameterShard], layout: Layout | None = None
+) -> Optimizer:
     """The optimizer that `config.name` asks for, over these shards of all trainable parameters.
 
     Every rank passes the same parameters in the same order, each with its own (possibly empty)
-    local storage, which must be materialised float32. Raises ValueError if there are none.
+    local storage, which must be materialised float32. `muon` needs the started layout, and is
+    collective to build. Raises ValueError if there are no parameters.
     """
     if not shards:
         raise ValueError("there is no trainable parameter to optimise; is the whole model frozen?")
@@ -62,4 +71,8 @@ def build_optimizer(config: OptimConfig, shards: Sequence[ParameterShard]) -> Op
         )
     if config.name == "muon_reference":
         return MuonReference(shards, config)
-    raise ValueError(f"optim.name={config.name!r} is unknown; use adamw or muon_reference")
+    if config.name == "muon":
+        if layout is None:
+            raise ValueError("optim.name='muon' plans by the layout; pass it to build_optimizer")
+        return ShardedMuon(shards, config, layout)
+    raise ValueError(f"optim.name={config.name!r} is unknown; use adamw, muon or muon_reference")

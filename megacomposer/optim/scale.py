@@ -19,3 +19,8 @@ def update_scale(kind: str, rows: int, columns: int) -> float:
     if kind == "none":
         return 1.0
     raise ValueError(f"muon_scale={kind!r} is unknown; use rms_match, spectral or none")
+
+
+def gain_exponent(rows: int, columns: int) -> int:
+    """j such that 2^j times an orthogonal matrix has entries of RMS about 1."""
+    return round(math.log2(math.sqrt(max(rows, columns))))

@@ -34,7 +34,7 @@ def tiny() -> RunConfig:
             completion_prompt="def read_lines(path):\n",
         ),
         # The router is one of AdamW's parameters: at Muon's rate it collapses onto two experts.
-        optim=OptimConfig(name="muon_reference", lr=8e-3, muon_adam_lr_multiplier=0.3),
+        optim=OptimConfig(name="muon", lr=8e-3, muon_adam_lr_multiplier=0.3),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=20, wsd_decay_frac=0.4),
         mesh=MeshConfig(ep=2),
         checkpoint=CheckpointConfig(save_interval_steps=100),
@@ -65,7 +65,13 @@ def deepseek_v3() -> RunConfig:
 
 def kimi_k2() -> RunConfig:
     """Kimi K2 pretraining shape, EP 8 and CP 2 as in Composer 2's continued pretraining."""
-    return _large(presets.kimi_k2(), "kimi_k2", mesh=MeshConfig(cp=2, ep=8), seq_length=32768)
+    return _large(
+        presets.kimi_k2(),
+        "kimi_k2",
+        mesh=MeshConfig(cp=2, ep=8),
+        seq_length=32768,
+        qk_clip_threshold=100.0,
+    )
 
 
 def _large(
@@ -75,13 +81,14 @@ def _large(
     mesh: MeshConfig | None = None,
     micro_batch_size: int = 1,
     seq_length: int = 4096,
+    qk_clip_threshold: float = 0.0,
 ) -> RunConfig:
     return RunConfig(
         run_dir=f"runs/{name}",
         model=model,
         data=DataConfig(sources=(DataSource(prefix="data/code/train"),), seq_length=seq_length),
         train=LoopConfig(num_steps=10000, micro_batch_size=micro_batch_size, global_batch_size=256),
-        optim=OptimConfig(lr=3e-4),
+        optim=OptimConfig(name="muon", lr=3e-4, qk_clip_threshold=qk_clip_threshold),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=500),
         mesh=mesh or MeshConfig(),
     )

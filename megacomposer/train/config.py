@@ -75,5 +75,10 @@ class RunConfig(Config):
                 f"train.completion_prompt needs mesh.cp 1, and it is {self.mesh.cp}; set"
                 " --train.completion_prompt ''"
             )
+        if self.optim.qk_clip_threshold and self.model.attention == "gqa" and self.model.qk_norm:
+            raise ValueError(
+                "optim.qk_clip_threshold is for models without model.qk_norm, which cancels the"
+                " clip; set --optim.qk_clip_threshold 0"
+            )
         # Raises when the warm-up and the decay do not fit the run.
         learning_rate(self.schedule, self.optim.lr, 0, self.train.num_steps)

@@ -15,6 +15,7 @@ from megacomposer.observe.logging import get_logger, setup_logging
 from megacomposer.observe.metrics import MetricsWriter, format_metrics
 from megacomposer.observe.profiler import ProfilerWindow
 from megacomposer.observe.progress import progress_bar
+from megacomposer.optim.qk_clip import QKClip
 from megacomposer.optim.schedule import learning_rate
 from megacomposer.runtime.process import Process, start_process
 from megacomposer.train.config import RunConfig
@@ -62,13 +63,16 @@ class _Loop:
         config = state.config
         self.state, self.process, self.config = state, process, config
         self._metrics = metrics
+        threshold = config.optim.qk_clip_threshold
+        model, layout, shards = state.model, state.layout, state.shards
         self._train_step = TrainStep(
-            state.model,
-            state.layout,
-            state.shards,
+            model,
+            layout,
+            shards,
             state.optimizer,
             clip_grad_norm=config.optim.clip_grad_norm,
             device=process.device,
+            qk_clip=QKClip(model, layout, shards, threshold=threshold) if threshold else None,
         )
         self._speed = SpeedMeter(config.model, state.layout, process.device)
         self._preemption = PreemptionFlag(process.device)
@@ -125,6 +129,8 @@ class _Loop:
                 "optim/grad_norm": result.grad_norm,
                 "optim/lr": lr,
                 **result.balance,
+                **result.qk_clip,
+                **state.optimizer.metrics(),
                 **speed,
                 "time/step_s": step_s,
                 "time/data_s": data_s,

@@ -80,7 +80,7 @@ class TrainState:
             {**self.model_tensors(), **self.optimizer.state_tensors()},
             {
                 "model": model_identity(self.config),
-                "optimizer": self.config.optim.name,
+                "optimizer": optimizer_identity(self.config),
                 "loader": self.loader.state_dict(),
                 "optimizer_scalars": self.optimizer.state_scalars(),
                 "trained_tokens": self.trained_tokens,
@@ -105,7 +105,7 @@ class TrainState:
         expect: dict[str, Any] = {"model": model_identity(self.config)}
         tensors = self.model_tensors()
         if not weights_only:
-            expect["optimizer"] = self.config.optim.name
+            expect["optimizer"] = optimizer_identity(self.config)
             tensors |= self.optimizer.state_tensors()
         loaded = load_checkpoint(
             Path(source),
@@ -142,6 +142,12 @@ def model_identity(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _TRAINING_FIELDS}
 
 
+def optimizer_identity(config: RunConfig) -> str:
+    """The kind of moments that a checkpoint must agree with: both Muons keep the same."""
+    name = config.optim.name
+    return "muon" if name == "muon_reference" else name
+
+
 def build_state(config: RunConfig, process: Process) -> TrainState:
     """Build layout, data, model and optimizer, with initial weights. Collective.
 
@@ -174,14 +180,16 @@ def build_state(config: RunConfig, process: Process) -> TrainState:
     layout.start()
     model = GPT(config.model, layout)
     parallelize(model, layout)
-    shards = describe_parameters(model, layout)
+    shards = describe_parameters(
+        model, layout, split_output_heads=config.optim.muon_o_proj == "per_head"
+    )
     initialize_parameters(shards, config.model, seed=config.runtime.seed)
     return TrainState(
         config=config,
         layout=layout,
         model=model,
         shards=shards,
-        optimizer=build_optimizer(config.optim, shards),
+        optimizer=build_optimizer(config.optim, shards, layout),
         loader=loader,
         tokenizer=tokenizer,
     )

@@ -14,6 +14,7 @@ from megacomposer.model.inputs import prepare_inputs
 from megacomposer.model.parameters import ParameterShard
 from megacomposer.optim.grad_norm import clip_by_global_norm, global_grad_norm
 from megacomposer.optim.optimizer import Optimizer
+from megacomposer.optim.qk_clip import QKClip
 from megacomposer.train.balance import RouterBalance
 
 
@@ -29,6 +30,8 @@ class StepResult:
     """Global norm before clipping; not finite when the step was skipped."""
     skipped: bool
     balance: dict[str, float]
+    qk_clip: dict[str, float]
+    """Metrics of QK-clip; empty where it is off."""
 
 
 class TrainStep:
@@ -43,9 +46,10 @@ class TrainStep:
         *,
         clip_grad_norm: float,
         device: torch.device,
+        qk_clip: QKClip | None = None,
     ) -> None:
         self.model, self.layout, self.shards, self.optimizer = model, layout, shards, optimizer
-        self.clip_grad_norm, self.device = clip_grad_norm, device
+        self.clip_grad_norm, self.device, self.qk_clip = clip_grad_norm, device, qk_clip
         self.balance = RouterBalance(model)
         self._tp_partial = [shard for shard in shards if shard.sum_over_tp]
 
@@ -83,6 +87,7 @@ class TrainStep:
         if not skipped:
             self.optimizer.step(lr=lr)
         self.optimizer.zero_grad()
+        clip = self.qk_clip.finish_step(apply=not skipped) if self.qk_clip else {}
         balance = self.balance.finish_step(apply=not skipped)
         means = (sum_over_data_ranks(sums_D, self.layout) / counts_D.clamp(min=1)).tolist()
         tokens = sum(batch.token_ids.shape[0] for batch in micro_batches) * self.layout.dp
@@ -93,6 +98,7 @@ class TrainStep:
             grad_norm=float(norm),
             skipped=skipped,
             balance={name: float(value) for name, value in balance.items()},
+            qk_clip={name: float(value) for name, value in clip.items()},
         )
 
     def _sum_partial_gradients(self) -> None:

@@ -158,6 +158,9 @@ class GradientRecorder:
 
     def load_state_scalars(self, scalars: dict[str, int | float]) -> None: ...
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
 
 @dataclasses.dataclass
 class Job:

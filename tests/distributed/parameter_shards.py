@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from megacomposer.mesh.layout import Layout
+from megacomposer.mesh.placement import Placement
 from megacomposer.mesh.sharding import row_layout, scatter_from_global
 from megacomposer.model.parameters import Matrix, ParameterShard
 
@@ -40,6 +42,28 @@ def shard_of(
         kind=kind,
         matrices=matrices,
         weight_decay=weight_decay,
+    )
+
+
+def placed_shard(
+    placement: Placement,
+    full: torch.Tensor,
+    layout: Layout,
+    matrices: tuple[Matrix, ...] = (),
+    *,
+    weight_decay: bool = True,
+) -> ParameterShard:
+    """The part of `full` that the rank of `layout`, which need not be started, stores."""
+    stored = placement.on(layout)
+    local = torch.full(stored.local_shape, float("nan"))
+    scatter_from_global(stored, full, local)
+    return ParameterShard(
+        layout=stored,
+        parameter=torch.nn.Parameter(local),
+        kind=placement.kind,
+        matrices=matrices,
+        weight_decay=weight_decay,
+        placement=placement,
     )
 
 

@@ -17,6 +17,7 @@ RUN_ELSEWHERE = {
     "bash scripts/test.sh": "CI",
     # Needs a GPU; its output is in docs/benchmarks.
     "python scripts/bench/pretrain.py qwen3_moe_1gpu": "docs/benchmarks/README.md",
+    "python scripts/bench/muon_step.py": "docs/benchmarks/README.md",
 }
 
 
@@ -33,7 +34,7 @@ def test_the_readme_has_the_two_commands_first() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_other_command_runs(tmp_path) -> None:
-    for name in ("scripts", "megacomposer", "kernels"):
+    for name in ("scripts", "megacomposer", "kernels", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment = os.environ | {
         "PYTHONSAFEPATH": "1",

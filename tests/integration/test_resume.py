@@ -45,7 +45,17 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, Path]:
     return config, folder / "run"
 
 
-MUON_EP2 = ("--optim.name", "muon_reference", "--mesh.ep", "2")
+def test_muon_trains_without_reporting_what_it_sent(uninterrupted) -> None:
+    _, whole = uninterrupted
+    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if "train/loss" in line]
+    for step in steps:
+        assert step["optim/muon_collectives"] > 0
+        assert step["optim/muon_sent_bytes"] == steps[0]["optim/muon_sent_bytes"] > 0
+        assert step["optim/muon_predicted_imbalance"] >= 1.0
+
+
+MUON_EP2 = ("--optim.name", "muon", "--mesh.ep", "2")
 
 
 @pytest.mark.timeout(400)
@@ -90,9 +100,7 @@ def test_a_run_continues_under_another_layout(uninterrupted, tmp_path) -> None:
         ("--mesh.ep", "1", "--mesh.cp", "2"),
     )
     for layout in layouts:
-        code, output = train(
-            config, tmp_path, *SIX_STEPS, "--optim.name", "muon_reference", *layout
-        )
+        code, output = train(config, tmp_path, *SIX_STEPS, "--optim.name", "muon", *layout)
         assert code == 0, output
     for (step, loss, norm), (_, expected, expected_norm) in zip(
         losses(tmp_path), losses(whole), strict=True

@@ -271,7 +271,9 @@ def test_triples_of_the_caller_are_not_those_used(form: newton_schulz.Form) -> N
     x = _random((3, 12, 30))
     triples = COEFFICIENTS["you"]
     named = orthogonalize(x, form=form)
-    assert torch.equal(orthogonalize(x, form=form, coefficients=triples), named)
+    # the gram form restarts more often where it does not know the set
+    own = orthogonalize(x, form=form, coefficients=triples)
+    torch.testing.assert_close(own, named, rtol=0.0, atol=1e-5)
     fewer = orthogonalize(x, form=form, steps=4, coefficients=triples)
     assert relative_error(fewer, orthogonalize_reference(x, steps=4, coefficients="you")) < 1e-5
     assert relative_error(fewer, named) > 1e-3

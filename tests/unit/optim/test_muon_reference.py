@@ -72,7 +72,9 @@ def test_update_disagrees_with_torch_muon(
 def test_momentum_as_a_sum_changes_the_update_beyond_rounding(nesterov: bool) -> None:
     shape, mu = (12, 40), 0.95
     shard = shard_of("weight", torch.zeros(shape), matrices=_whole(shape), weight_decay=False)
-    config = OptimConfig(muon_nesterov=nesterov, muon_momentum=mu, muon_scale="none")
+    config = OptimConfig(
+        muon_nesterov=nesterov, muon_momentum=mu, muon_scale="none", muon_wire_dtype="fp32"
+    )
     optimizer = MuonReference([shard], config)
     average = torch.zeros(shape, dtype=torch.float64)
     other_form = []
@@ -98,7 +100,7 @@ def test_heads_experts_or_halves_are_orthogonalised_together() -> None:
         shard_of("out", _random((16, 24), 1), matrices=column_matrices((16, 24), 8)),
         shard_of("experts", _random((3, 20, 16), 2), matrices=row_matrices((3, 20, 16), 10)),
     ]
-    config = OptimConfig(weight_decay=0.1)
+    config = OptimConfig(weight_decay=0.1, muon_wire_dtype="fp32")
     optimizer = MuonReference(shards, config)
     before = [shard.local.clone() for shard in shards]
     _step(optimizer, shards, 1, 0.02)
@@ -164,6 +166,44 @@ def test_weight_decay_reaches_a_matrix_marked_without() -> None:
     set_gradient(shard, torch.zeros(4, 6))
     MuonReference([shard], OptimConfig(weight_decay=0.5)).step(lr=0.1)
     assert torch.equal(shard.local, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("size", [1e-36, 1.0, 1e30])
+@pytest.mark.parametrize(("wire", "epsilon"), [("fp16", 2.0**-11), ("bf16", 2.0**-8)])
+def test_wire_dtype_costs_more_than_its_rounding(wire: str, epsilon: float, size: float) -> None:
+    def moved(wire_dtype: str) -> torch.Tensor:
+        shard = shard_of("weight", torch.zeros(12, 40), matrices=_whole((12, 40)))
+        set_gradient(shard, _random((12, 40), 1) * size)
+        config = OptimConfig(muon_wire_dtype=wire_dtype, weight_decay=0.0)
+        MuonReference([shard], config).step(lr=1.0)
+        return shard.local
+
+    exact, rounded = moved("fp32"), moved(wire)
+    assert not torch.equal(rounded, exact)
+    assert (rounded - exact).norm() < 2 * epsilon * exact.norm()
+
+
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_works_against_the_update_or_is_left_out(cautious: bool) -> None:
+    start, lr, decay = _random((12, 40), 0), 0.02, 0.5
+    ends = []
+    for weight_decay in (0.0, decay):
+        shard = shard_of("weight", start, matrices=_whole((12, 40)))
+        set_gradient(shard, _random((12, 40), 1))
+        config = OptimConfig(weight_decay=weight_decay, muon_cautious_decay=cautious)
+        MuonReference([shard], config).step(lr=lr)
+        ends.append(shard.local)
+    update = start - ends[0]
+    decays = (update * start > 0) | torch.tensor(not cautious)
+    assert 0 < int((update * start > 0).sum()) < start.numel()
+    expected = torch.where(decays, start * (1 - lr * decay), start) - update
+    torch.testing.assert_close(ends[1], expected, rtol=0, atol=1e-6)
+
+
+def test_sharded_muon_without_a_layout_fails_later() -> None:
+    shard = shard_of("weight", _random((4, 6), 0), matrices=_whole((4, 6)))
+    with pytest.raises(ValueError, match="layout"):
+        build_optimizer(OptimConfig(name="muon"), [shard])
 
 
 def test_chunks_of_a_stack_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:

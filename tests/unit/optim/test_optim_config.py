@@ -15,6 +15,7 @@ from megacomposer.optim.config import OptimConfig, ScheduleConfig
         ("lr", float("inf")),
         ("weight_decay", -0.1),
         ("clip_grad_norm", float("nan")),
+        ("qk_clip_threshold", -100.0),
         ("adam_beta1", 1.0),
         ("adam_beta2", -0.5),
         ("adam_eps", 0.0),
@@ -22,6 +23,9 @@ from megacomposer.optim.config import OptimConfig, ScheduleConfig
         ("muon_ns_steps", 0),
         ("muon_ns_steps", 6),
         ("muon_adam_lr_multiplier", -1.0),
+        ("muon_bucket_mib", 0.0),
+        ("muon_bucket_mib", float("inf")),
+        ("muon_buffers", 0),
     ],
 )
 def test_nonsense_optimizer_setting_is_accepted(field: str, value: float) -> None:

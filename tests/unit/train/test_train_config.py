@@ -50,6 +50,14 @@ def test_completion_under_context_parallelism_fails_after_the_whole_training() -
     assert dataclasses.replace(tiny(), mesh=MeshConfig(cp=2), train=quiet).mesh.cp == 2
 
 
+def test_clip_that_query_and_key_norms_cancel_is_found_after_the_model_was_built() -> None:
+    optim = dataclasses.replace(tiny().optim, qk_clip_threshold=100.0)
+    normed = dataclasses.replace(tiny().model, attention="gqa", qk_norm=True)
+    with pytest.raises(ValueError, match=r"qk_clip_threshold is for models without model\.qk_norm"):
+        dataclasses.replace(tiny(), optim=optim, model=normed)
+    assert dataclasses.replace(tiny(), optim=optim).optim.qk_clip_threshold == 100.0
+
+
 def test_warm_up_longer_than_the_run_is_found_before_the_first_step() -> None:
     with pytest.raises(ValueError, match="warmup_steps"):
         dataclasses.replace(tiny(), schedule=ScheduleConfig(kind="cosine", warmup_steps=241))
@@ -88,6 +96,10 @@ def test_recipe_cannot_be_overridden_in_every_section(name: str) -> None:
         assert str(found) == value, option
     changed = {line.partition(":")[0] for line in RECIPES[name]().diff(config)}
     assert changed <= set(overrides)
+
+
+def test_recipe_does_not_train_with_muon() -> None:
+    assert {recipe().optim.name for recipe in RECIPES.values()} == {"muon"}
 
 
 def test_recipes_write_into_one_directory() -> None:

@@ -262,6 +262,7 @@ __device__ void consume(const Products& products, Shared& shared, int rank, int 
                          shared_address(shared.b[stage]) + (2 * (s % 2) + group) * kBlockBytes,
                          p.diagonal != 0.0f && row == c);
             if (p.beta != 0.0f && s % 2 == 1) {
+                __syncwarp();  // every lane has read its part of c
                 release(shared, stage);
                 if (++stage == kStages) stage = 0, phase ^= 1;
             }

@@ -66,8 +66,10 @@ __global__ void __launch_bounds__(2 * kM + 32)
     __shared__ uint64_t full[kStages], empty[kStages];
     const int warp = threadIdx.x / 32, group = threadIdx.x / 128;
     const int begin = blockIdx.x * kChunkColumns, panels = (min(n - begin, kChunkColumns) + 63) / 64;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) barrier_init(&full[i], 1), barrier_init(&empty[i], kM / 16);
+        fence_async_proxy();
+    }
     __syncthreads();
     if (warp == kM / 16) {
         if (threadIdx.x % 32 != 0) return;
@@ -388,17 +390,15 @@ int run_small(const SmallArguments& x, cudaStream_t stream) {
     constexpr int kPanel = kPanelBytes<kM>;
     constexpr int kGramBytes = (kM == 192 ? 4 : 6) * kPanel, kChainBytes = 3 * kM * kM * 2;
     constexpr int kApplyBytes = (kM / 64 + (kM == 192 ? 3 : 4) + 2) * kPanel;
-    static const int prepared = [] {
-        int error = allow_shared(gram_kernel<kM>, kGramBytes);
-        if (error == 0) error = allow_shared(chain_kernel<kM>, kChainBytes);
-        return error == 0 ? allow_shared(apply_kernel<kM>, kApplyBytes) : error;
-    }();
-    if (prepared != 0) return prepared;
+    int error = allow_shared(gram_kernel<kM>, kGramBytes);
+    if (error == 0) error = allow_shared(chain_kernel<kM>, kChainBytes);
+    if (error == 0) error = allow_shared(apply_kernel<kM>, kApplyBytes);
+    if (error != 0) return error;
     const int chunks = int((x.n + kChunkColumns - 1) / kChunkColumns);
     const dim3 grid(chunks, unsigned(x.batch));
     auto* partial = static_cast<float*>(x.partial);
     CUtensorMap input, next{}, q, out;
-    int error = encode(&input, x.x, x.batch, x.m, x.n, x.x_batch, x.x_row, kM);
+    error = encode(&input, x.x, x.batch, x.m, x.n, x.x_batch, x.x_row, kM);
     if (error == 0) error = encode(&q, x.q, x.batch, kM, kM, kM * kM, kM, kM);
     if (error == 0 && x.num_segments > 1) error = encode(&next, x.next, x.batch, x.m, x.n, x.m * x.n, x.n, kM);
     if (error == 0)

@@ -27,7 +27,7 @@ class Product:
     out: torch.Tensor
     """[B, M, N], written; may have another floating dtype, and may not overlap the operands."""
     c: torch.Tensor | None = None
-    """[B, M, N], dtype of `a`; needed where `beta` is not 0."""
+    """[B, M, N], dtype of `a`, in the memory order of `out`; needed where `beta` is not 0."""
     alpha: float = 1.0
     beta: float = 0.0
     diagonal: float = 0.0
@@ -58,8 +58,9 @@ class Product:
         )
 
 
-def run_products(products: Sequence[Product]) -> None:
-    """Computes every `out`. All products are on one device."""
+def run_products(products: Sequence[Product], *, reserved_sms: int = 0) -> None:
+    """Computes every `out`. All products are on one device, which keeps `reserved_sms` of its
+    multiprocessors for other streams; neither changes a bit."""
     wanted = [row_major(product) for product in products if product.out.numel() > 0]
     by_backend: dict[str, list[Product]] = {}
     for product in wanted:
@@ -70,11 +71,11 @@ def run_products(products: Sequence[Product]) -> None:
         if backend == "sm90":
             from .batched_products_sm90 import run_products_sm90
 
-            run_products_sm90(chosen)
+            run_products_sm90(chosen, reserved_sms=reserved_sms)
         elif backend == "triton":
             from .batched_products_triton import run_products_triton
 
-            run_products_triton(chosen)
+            run_products_triton(chosen, reserved_sms=reserved_sms)
         else:
             for product in chosen:
                 product_torch(product)

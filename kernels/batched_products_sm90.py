@@ -30,8 +30,11 @@ class _Arguments(ctypes.Structure):
 def run_products_sm90(products: Sequence[Product], *, reserved_sms: int = 0) -> None:
     """Products of float16 operands with `out` along rows, in one launch for each operand layout.
 
-    `reserved_sms` multiprocessors are left to other streams, such as a collective's.
+    `reserved_sms` multiprocessors are left to other streams, such as a collective's. Raises
+    ValueError if no pair is left.
     """
+    if reserved_sms + 2 > sm90.multiprocessors(products[0].a.device):
+        raise ValueError(f"reserved_sms={reserved_sms} leaves no pair of multiprocessors")
     by_layout: dict[tuple[bool, bool], list[Product]] = {}
     for product in products:
         layout = (product.a.stride(-1) == 1, product.b.stride(-2) == 1)
@@ -63,7 +66,7 @@ def _launch(products: list[Product], a_rows: bool, b_rows: bool, reserved_sms: i
 
 def _arguments(product: Product, a_rows: bool, b_rows: bool) -> _Arguments:
     a, b, c, out, scale = product.a, product.b, product.c, product.out, product.matrix_scale
-    c_strides = (0, 0) if c is None else (c.stride(0), c.stride(1))
+    c_strides = (0, 0) if c is None else (_batch_stride(c), c.stride(1))
     return _Arguments(
         a.data_ptr(),
         b.data_ptr(),

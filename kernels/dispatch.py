@@ -117,7 +117,7 @@ def choose_products(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> str:
     takes = (
         a.dtype == torch.float16
         and out.dtype in (torch.float16, torch.bfloat16)
-        and all(_rows_are_aligned(tensor) for tensor in (a, b, out))
+        and all(rows_are_aligned(tensor) for tensor in (a, b, out))
         and (a.stride(-1) == 1 or b.stride(-1) == 1)
     )
     return "sm90" if takes else "triton"
@@ -132,11 +132,13 @@ def use_sm90(x: torch.Tensor) -> bool:
     return is_available(x.device)
 
 
-def _rows_are_aligned(x: torch.Tensor) -> bool:
-    """Whether a [B, M, N] tensor starts at 16 bytes and steps by 16 between rows and matrices."""
+def rows_are_aligned(x: torch.Tensor) -> bool:
+    """Whether bulk copies take a half-precision [B, M, N]: it starts at 16 bytes, and steps by
+    multiples of 16, not 0 as an expanded tensor does, between rows and matrices."""
     unit = -1 if x.stride(-1) == 1 else -2
     strides = [x.stride(0) if x.shape[0] > 1 else 8, x.stride(-3 - unit)]
-    return x.data_ptr() % 16 == 0 and x.stride(unit) == 1 and all(s % 8 == 0 for s in strides)
+    are_multiples = all(s > 0 and s % 8 == 0 for s in strides)
+    return x.data_ptr() % 16 == 0 and x.stride(unit) == 1 and are_multiples
 
 
 def use_flash_varlen(q: torch.Tensor, max_head_dim: int) -> bool:

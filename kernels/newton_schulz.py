@@ -17,8 +17,9 @@ FLOPs, against 5 (3 m^2 n + m^3) for the standard form.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
 CoefficientSet = Literal["kj", "you", "polar_express"]
 Triples = Sequence[tuple[float, float, float]]
 Form = Literal["auto", "standard", "gram"]
+_Run = Callable[[Sequence[Product]], None]
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     # Keller Jordan, https://kellerjordan.github.io/posts/muon/ : one triple for every step
@@ -64,15 +66,17 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 # Polar Express needs headroom against rounding above its interval; the other sets do not
 _NORM_MARGIN = {"kj": 1.0, "you": 1.0, "polar_express": 1.02}
 
-# Steps before the first restart of the gram form and between later ones. A restart before the third
-# step alone is 5 times as accurate on smooth spectra, and diverges where one singular value
-# dominates (docs/benchmarks/newton_schulz.md): there `you` and Polar Express cancel most of Z.
+# Steps before the first restart of the gram form and between later ones. Three before the first are
+# 5 times as accurate on smooth spectra, and diverge where one singular value dominates
+# (docs/benchmarks/newton_schulz.md): there `you` and Polar Express cancel most of Z.
 _SEGMENTS = {"you": (2, 3), "kj": (2, 3)}
 _SHORT_SEGMENTS = (2, 2)
 
 # Bound on the m x m temporaries of one pass, elements of all matrices together: R, Z, Q and two
 # more, so 5 GiB in half precision. Longer lists go in several passes.
 _PASS_ELEMENTS = 2**29
+# CUDA's limit on two of the three dims of a grid
+_MOST_BATCH = 65535
 
 
 def step_coefficients(
@@ -176,11 +180,11 @@ def orthogonalize_grouped(
     gains: Sequence[float] | None = None,
     out_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
+    reserved_sms: int = 0,
 ) -> list[torch.Tensor]:
-    """`orthogonalize` for tensors of different shapes, in as few launches as for one.
-
-    `gains` has one factor for each tensor (default 1).
-    """
+    """`orthogonalize` for tensors of different shapes, in as few launches as for one; `gains` has
+    one factor for each (default 1). The products leave `reserved_sms` multiprocessors to other
+    streams, such as a collective's; that changes no bit."""
     triples = step_coefficients(coefficients, steps)
     if form not in ("auto", "standard", "gram"):
         raise ValueError(f"form={form!r} is unknown; use auto, standard or gram")
@@ -195,17 +199,18 @@ def orthogonalize_grouped(
         for x, out, gain in zip(xs, outs, gains, strict=True)
         if x.numel() > 0
     ]
+    run = functools.partial(run_products, reserved_sms=reserved_sms)
     for group in _passes(pieces):
         stacks = [
             _prepare(x, out, gain, compute_dtype, _margin(coefficients)) for x, out, gain in group
         ]
         if form == "standard" or (form == "auto" and stacks[0].x.dtype == torch.bfloat16):
-            _standard_form(stacks, triples)
+            _standard_form(stacks, triples, run)
             continue
         segments = _segments(coefficients, triples, stacks[0].x.dtype)
         stacks = [stack for stack in stacks if not _run_small(stack, segments)]
         if stacks:
-            _gram_form(stacks, segments)
+            _gram_form(stacks, segments, run)
     return outs
 
 
@@ -284,12 +289,12 @@ def _run_small(stack: _Stack, segments: list[Triples]) -> bool:
     return True
 
 
-def _gram_form(stacks: list[_Stack], segments: list[Triples]) -> None:
+def _gram_form(stacks: list[_Stack], segments: list[Triples], run: _Run) -> None:
     for number, segment in enumerate(segments):
-        grams = _grams(stacks)
+        grams = _grams(stacks, run)
         q: list[torch.Tensor] | None = None
         for step, (a, b, c) in enumerate(segment):
-            z = _polynomials(stacks, grams, a, b, c)
+            z = _polynomials(stacks, grams, a, b, c, run)
             first, q = q is None, z if q is None else q
             is_last = step == len(segment) - 1
             products: list[Product] = []
@@ -299,25 +304,25 @@ def _gram_form(stacks: list[_Stack], segments: list[Triples]) -> None:
                 products += _square_products(q, z, next_q)
             if not is_last:
                 products += _square_products(grams, z, half)
-            run_products(products)
+            run(products)
             q = next_q
             if not is_last:
                 grams = [s.square() for s in stacks]
-                run_products(_square_products(z, half, grams))
+                run(_square_products(z, half, grams))
         assert q is not None
-        _apply(stacks, q, is_last=number == len(segments) - 1)
+        _apply(stacks, q, run, is_last=number == len(segments) - 1)
 
 
-def _standard_form(stacks: list[_Stack], triples: Triples) -> None:
+def _standard_form(stacks: list[_Stack], triples: Triples, run: _Run) -> None:
     for step, (a, b, c) in enumerate(triples):
-        z = _polynomials(stacks, _grams(stacks), a, b, c)
-        _apply(stacks, z, is_last=step == len(triples) - 1)
+        z = _polynomials(stacks, _grams(stacks, run), a, b, c, run)
+        _apply(stacks, z, run, is_last=step == len(triples) - 1)
 
 
-def _grams(stacks: list[_Stack]) -> list[torch.Tensor]:
+def _grams(stacks: list[_Stack], run: _Run) -> list[torch.Tensor]:
     """R = X X^T, times `gram_scale`."""
     outs = [stack.square() for stack in stacks]
-    run_products(
+    run(
         [
             Product(
                 a=s.x,
@@ -334,11 +339,11 @@ def _grams(stacks: list[_Stack]) -> list[torch.Tensor]:
 
 
 def _polynomials(
-    stacks: list[_Stack], grams: list[torch.Tensor], a: float, b: float, c: float
+    stacks: list[_Stack], grams: list[torch.Tensor], a: float, b: float, c: float, run: _Run
 ) -> list[torch.Tensor]:
     """Z = a I + b R + c R^2."""
     outs = [stack.square() for stack in stacks]
-    run_products(
+    run(
         [
             Product(
                 a=gram,
@@ -367,7 +372,7 @@ def _square_products(
     ]
 
 
-def _apply(stacks: list[_Stack], q: list[torch.Tensor], *, is_last: bool) -> None:
+def _apply(stacks: list[_Stack], q: list[torch.Tensor], run: _Run, *, is_last: bool) -> None:
     """X <- Q X, into the caller's result after the last step."""
     products = []
     for s, q_i in zip(stacks, q, strict=True):
@@ -375,7 +380,7 @@ def _apply(stacks: list[_Stack], q: list[torch.Tensor], *, is_last: bool) -> Non
         gain = s.gain if is_last else 1.0
         products.append(Product(a=q_i, b=s.x, out=out, alpha=gain, matrix_scale=s.x_scale))
         s.x, s.x_scale = out, None
-    run_products(products)
+    run(products)
 
 
 def _passes(
@@ -391,7 +396,7 @@ def _passes(
             if room < matrix:
                 passes.append([])
                 room = max(_PASS_ELEMENTS, matrix)
-            count = min(len(x) - start, room // matrix)
+            count = min(len(x) - start, room // matrix, _MOST_BATCH)
             passes[-1].append((x[start : start + count], out[start : start + count], gain))
             room -= count * matrix
             start += count

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from . import sm90
-from .dispatch import use_sm90
+from .dispatch import rows_are_aligned, use_sm90
 from .newton_schulz_input_triton import row_major_copy
 
 MAX_ROWS = 192
@@ -64,7 +64,7 @@ def gram_form_small(
     batch, m, n = x.shape
     if x.stride(-1) != 1:
         x = row_major_copy(x)
-    elif x.data_ptr() % 16 or x.stride(-2) % 8 or (batch > 1 and x.stride(0) % 8):
+    elif not rows_are_aligned(x):
         x = x.clone(memory_format=torch.contiguous_format)
     padded = -(-m // 64) * 64
     chunk_columns = sm90.library().megacomposer_small_chunk_columns()

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -217,10 +218,20 @@ _METADATA_CLASSES = {
 }
 
 
+def _memory_format(kind: Any, name: str) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise CorruptCheckpointError(
+            f".metadata asks for {name} of {kind}, which no checkpoint of ours does"
+        )
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """DCP's `.metadata` is a pickle; this reads one without running what a stranger put in it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 name an enum
+            return _memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _METADATA_CLASSES:
             raise CorruptCheckpointError(

@@ -73,6 +73,8 @@ class OptimConfig(Config):
     3 * muon_buffers such buffers, more where parameters have replicas."""
     muon_buffers: int = 3
     """Exchanges in flight or at work at once; 1 overlaps nothing but local work."""
+    muon_reserved_sms: int = 16
+    """Multiprocessors of a GPU that Newton-Schulz leaves to the exchanges, where there are any."""
 
     def __post_init__(self) -> None:
         rates = ("lr", "weight_decay", "muon_adam_lr_multiplier")
@@ -90,6 +92,8 @@ class OptimConfig(Config):
             raise ValueError(f"muon_bucket_mib={self.muon_bucket_mib} must be positive")
         if self.muon_buffers < 1:
             raise ValueError(f"muon_buffers={self.muon_buffers} must be at least 1")
+        if self.muon_reserved_sms < 0:
+            raise ValueError(f"muon_reserved_sms={self.muon_reserved_sms} must be at least 0")
         if self.muon_ns_coefficients != "kj" and self.muon_ns_steps > PER_STEP_SET_STEPS:
             raise ValueError(
                 f"muon_ns_steps={self.muon_ns_steps}: the set {self.muon_ns_coefficients!r} has "

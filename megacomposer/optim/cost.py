@@ -9,22 +9,22 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 MEASURED = Path(__file__).with_name("newton_schulz_h200.json")
 MEASURED_STEPS = 5
 """Newton-Schulz steps of every row of a measured table."""
 UNMEASURED_FLOPS_PER_S = 600e12
 """Assumed where a table is empty: about 3/4 of what one H200's float16 matmul reaches."""
-_STEPS_BETWEEN_RESTARTS = 3
+# Steps before the first restart of the gram form and between later ones, as in
+# kernels/newton_schulz.py for the default coefficients.
+_FIRST_SEGMENT, _LATER_SEGMENTS = 2, 3
 
 # Read and written per float32 element by each pass, the wire's bytes left out.
 MOMENTUM_BYTES = 12  # gradient, momentum in and out
 PACK_BYTES = 8  # gradient, momentum
 APPLY_BYTES = 8  # parameter in and out
 ADAMW_BYTES = 28  # gradient, and two moments and the parameter in and out
-
-Form = Literal["standard", "symmetric", "gram"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,19 +87,14 @@ def measured_table() -> tuple[MeasuredShape, ...]:
     return table_from_rows(json.loads(MEASURED.read_text()))
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int, form: Form = "gram") -> float:
-    """Floating-point operations for one matrix, m the shorter and n the longer side.
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
+    """Floating-point operations for one matrix in gram form, with a triangle of symmetric products.
 
-    standard: steps (4 m^2 n + 2 m^3). symmetric, which computes one triangle of a symmetric
-    product: steps (3 m^2 n + m^3). gram, the same with a segment of at most three steps between
-    restarts: 3 m^2 n and (4 steps - 3) m^3 a segment, so 6 m^2 n + 14 m^3 for five steps.
+    With m the shorter and n the longer side, a segment between restarts takes 3 m^2 n and
+    (4 steps - 3) m^3: 6 m^2 n + 14 m^3 for five steps in two segments.
     """
     m, n = float(min(rows, columns)), float(max(rows, columns))
-    if form == "standard":
-        return steps * (4 * m * m * n + 2 * m**3)
-    if form == "symmetric":
-        return steps * (3 * m * m * n + m**3)
-    segments = -(-steps // _STEPS_BETWEEN_RESTARTS)
+    segments = 1 + max(0, -(-(steps - _FIRST_SEGMENT) // _LATER_SEGMENTS))
     return 3 * segments * m * m * n + (4 * steps - 3 * segments) * m**3
 
 

@@ -249,7 +249,7 @@ class ShardedMuon(MuonState):
             yield
             self._pack(exchange.pack, run, run.whole_scales, slot.stacks)
         self._note("compute", number)
-        results = orthogonalize_stacks(exchange.stacks.views(slot.stacks), self._config)
+        results = self._orthogonalize(exchange.stacks.views(slot.stacks))
         for result, table in zip(results, exchange.disassembly, strict=True):
             copy_rectangles(result.view(-1), slot.owned, table)
         with self._communication():
@@ -264,7 +264,7 @@ class ShardedMuon(MuonState):
         self._note("local", chunk)
         work, updates = self._local[chunk]
         self._pack(work.table, run, run.whole_scales, self._local_stacks)
-        results = orthogonalize_stacks(work.stacks.views(self._local_stacks), self._config)
+        results = self._orthogonalize(work.stacks.views(self._local_stacks))
         for result, update in zip(results, updates, strict=True):
             self._apply(update, result.view(-1), run)
 
@@ -300,6 +300,10 @@ class ShardedMuon(MuonState):
             decays=[decays[rule] for rule in update.rules],
             cautious=config.muon_cautious_decay,
         )
+
+    def _orthogonalize(self, stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        reserved = self._config.muon_reserved_sms if self._exchanges else 0
+        return orthogonalize_stacks(stacks, self._config, reserved_sms=reserved)
 
     @contextlib.contextmanager
     def _communication(self) -> Iterator[None]:

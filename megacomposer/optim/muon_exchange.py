@@ -2,7 +2,7 @@
 
 A gather brings the pieces of a matrix to its owner; a scatter takes the result to every rank that
 stores a piece. Between one pair of ranks, pieces lie in the order of the bucket's matrices, so both
-ends know every offset and nothing but elements travels, each piece padded to 16 bytes.
+ends know every offset and nothing but elements travels, each piece padded to 8 of them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from megacomposer.optim.scale import gain_exponent, update_scale
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def orthogonalize_stacks(stacks: Sequence[torch.Tensor], config: OptimConfig) -> list[torch.Tensor]:
+def orthogonalize_stacks(
+    stacks: Sequence[torch.Tensor], config: OptimConfig, *, reserved_sms: int = 0
+) -> list[torch.Tensor]:
     """u of each matrix of each stack [B, m, n] in the wire dtype; the same shapes and dtype."""
     return orthogonalize_grouped(
         stacks,
@@ -27,6 +29,7 @@ def orthogonalize_stacks(stacks: Sequence[torch.Tensor], config: OptimConfig) ->
         form=config.muon_ns_form,
         gains=[2.0 ** gain_exponent(*stack.shape[-2:]) for stack in stacks],
         out_dtype=WIRE_DTYPES[config.muon_wire_dtype],
+        reserved_sms=reserved_sms,
     )
 
 

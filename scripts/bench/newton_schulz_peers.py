@@ -19,7 +19,7 @@ from megacomposer.kernels.newton_schulz import COEFFICIENTS, step_coefficients
 
 Call = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 YOU = step_coefficients("you", 5)
-_GRAM_RESTART = 3
+_GRAM_SEGMENTS = YOU[:2], YOU[2:]
 # Compiling, warming up, and recording a CUDA graph take a call each.
 _WARMUP_CALLS, _QUICK_CALLS = 3, 5
 
@@ -63,8 +63,7 @@ def _standard_bmm(x: torch.Tensor) -> torch.Tensor:
 def _gram_bmm(x: torch.Tensor) -> torch.Tensor:
     """Our gram form on cuBLAS in float16: what its kernels add to the algorithm."""
     y = _unit_norm(x, torch.float16)
-    for start in range(0, len(YOU), _GRAM_RESTART):
-        segment = YOU[start : start + _GRAM_RESTART]
+    for segment in _GRAM_SEGMENTS:
         gram, q = torch.bmm(y, y.mT), None
         for step, (a, b, c) in enumerate(segment):
             z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

@@ -83,11 +83,12 @@ def test_shapes_of_this_file_take_the_paths_they_are_named_after(hopper_library:
         x = torch.empty(batch, m, n, dtype=torch.float16, device=DEVICE)
         return (x.mT, x.mT.clone()) if m > n else (x, x.clone())
 
-    assert all(newton_schulz_small.takes(*halves(*shape), 5) for shape in SMALL)
+    segments = [step_coefficients("you", 5)]
+    assert all(newton_schulz_small.takes(*halves(*shape), segments) for shape in SMALL)
     for shapes, path in ((LARGE, "sm90"), (UNALIGNED, "triton")):
         for shape in shapes:
             x, out = halves(*shape)
-            assert not newton_schulz_small.takes(x, out, 5)
+            assert not newton_schulz_small.takes(x, out, segments)
             gram = x.new_empty((x.shape[0], x.shape[1], x.shape[1]))
             assert choose_products(x, x.mT, gram) == path, shape
 

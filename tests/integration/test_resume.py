@@ -49,6 +49,7 @@ def test_muon_trains_without_reporting_what_it_sent(uninterrupted) -> None:
     _, whole = uninterrupted
     lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if "train/loss" in line]
+    assert steps
     for step in steps:
         assert step["optim/muon_collectives"] > 0
         assert step["optim/muon_sent_bytes"] == steps[0]["optim/muon_sent_bytes"] > 0

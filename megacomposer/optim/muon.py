@@ -22,7 +22,6 @@ from megacomposer.kernels.newton_schulz import power_of_two_scale
 from megacomposer.mesh.layout import Layout
 from megacomposer.model.parameters import ParameterShard
 from megacomposer.optim.config import OptimConfig
-from megacomposer.optim.moments import local_gradients
 from megacomposer.optim.muon_exchange import (
     Exchange,
     Held,
@@ -187,10 +186,9 @@ class ShardedMuon(MuonState):
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
         """Updates every parameter in place from its gradient; ValueError if one has none."""
-        local_gradients(self._shards)  # all of them, before anything changes
+        gradients = self._matrix_gradients()
         self._link.reset()
         config = self._config
-        gradients = local_gradients(self._matrix_shards)
         amax = update_momentum(
             gradients,
             self._momenta,

@@ -15,7 +15,6 @@ from megacomposer.kernels.newton_schulz import power_of_two_scale
 from megacomposer.mesh.sharding import gather_to_global, scatter_from_global
 from megacomposer.model.parameters import Matrix, ParameterShard
 from megacomposer.optim.config import OptimConfig
-from megacomposer.optim.moments import local_gradients
 from megacomposer.optim.muon_state import MuonState
 from megacomposer.optim.orthogonal import (
     WIRE_DTYPES,
@@ -55,10 +54,8 @@ class MuonReference(MuonState):
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
         """Updates every parameter in place from its gradient; ValueError if one has none."""
-        local_gradients(self._shards)  # all of them, before the first collective
-        gradients = local_gradients(self._matrix_shards)
         for shard, gradient, momentum in zip(
-            self._matrix_shards, gradients, self._momenta, strict=True
+            self._matrix_shards, self._matrix_gradients(), self._momenta, strict=True
         ):
             self._step_matrices(shard, gradient, momentum, lr)
         self._adamw.step(lr=lr * self._config.muon_adam_lr_multiplier)

@@ -10,7 +10,7 @@ from megacomposer.mesh.sharding import TensorLayout
 from megacomposer.model.parameters import ParameterShard
 from megacomposer.optim.adamw import AdamW
 from megacomposer.optim.config import OptimConfig
-from megacomposer.optim.moments import moment_entry, new_moment
+from megacomposer.optim.moments import local_gradients, moment_entry, new_moment
 
 
 class MuonState:
@@ -31,6 +31,11 @@ class MuonState:
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
         )
+
+    def _matrix_gradients(self) -> list[Tensor]:
+        """Of the matrix parameters; ValueError if any parameter, of the others too, has none."""
+        gradients = local_gradients(self._shards)
+        return [g for g, shard in zip(gradients, self._shards, strict=True) if shard.matrices]
 
     def zero_grad(self) -> None:
         """Drops every gradient."""

@@ -21,17 +21,21 @@ from megacomposer.model import presets
 from megacomposer.model.parameter_shapes import parameter_placements
 from megacomposer.model.parameters import ParameterShard
 from megacomposer.optim import muon
+from megacomposer.optim.adamw import AdamW
 from megacomposer.optim.config import OptimConfig
+from megacomposer.optim.cost import ADAMW_BYTES, APPLY_BYTES, MOMENTUM_BYTES, PACK_BYTES
 from megacomposer.optim.optimizer import build_optimizer
 
 LR = 1e-3
 _PASS_STEPS = 5
-# Least bytes per element of storage that a pass reads and writes: float32 gradient, momentum and
-# parameter, 2 bytes on the wire.
-_BYTES = {"update_momentum": 12, "pack": 10, "apply_update": 10}
+_WIRE_BYTES = 2
+# Least bytes per element of storage that a pass reads and writes.
+_BYTES = {
+    "update_momentum": MOMENTUM_BYTES,
+    "pack": PACK_BYTES + _WIRE_BYTES,
+    "apply_update": APPLY_BYTES + _WIRE_BYTES,
+}
 _PASSES = (*_BYTES, "orthogonalize_stacks", "copy_rectangles")
-# AdamW: gradient, two moments read and written, the parameter read and written.
-_ADAMW_BYTES = 28
 _MOST_BATCH = 256
 
 
@@ -168,12 +172,12 @@ def pass_times(model: Model) -> dict[str, dict[str, float]]:
     assert isinstance(optimizer, muon.ShardedMuon)
     optimizer.step(lr=LR)
     clock = _Clock(model.device)
-    with clock.around(muon, _PASSES), clock.around(muon.AdamW, ("step",)):
+    with clock.around(muon, _PASSES), clock.around(AdamW, ("step",)):
         steps = [clock.sums_ms(lambda: optimizer.step(lr=LR)) for _ in range(_PASS_STEPS)]
     found = {}
     for name in steps[0]:
         is_adamw = name == "step"
-        per_element = _ADAMW_BYTES if is_adamw else _BYTES.get(name, 0)
+        per_element = ADAMW_BYTES if is_adamw else _BYTES.get(name, 0)
         found["adamw of the others" if is_adamw else name] = {
             "ms": statistics.median(step[name] for step in steps),
             "bytes": per_element * model.elements(muon=not is_adamw),

@@ -14,6 +14,7 @@ from megacomposer.kernels.newton_schulz import (
     orthogonalize_reference,
     power_of_two_scale,
 )
+from megacomposer.optim.cost import newton_schulz_flops
 
 STEPS = 5
 _NOISE = 0.02  # of the root mean square of the entries
@@ -71,14 +72,12 @@ class Case:
 
     def standard_flops(self) -> int:
         """Of five steps as written on paper with full products, whatever form ran."""
-        return sum(b * STEPS * (4 * s * s * n + 2 * s**3) for b, s, n in self._sides())
+        sides = [(b, min(m, n), max(m, n)) for b, m, n in self.shapes]
+        return sum(b * STEPS * (4 * s * s * n + 2 * s**3) for b, s, n in sides)
 
-    def gram_flops(self) -> int:
+    def gram_flops(self) -> float:
         """Of our gram form with one restart: a triangle of every symmetric product."""
-        return sum(b * (6 * s * s * n + 14 * s**3) for b, s, n in self._sides())
-
-    def _sides(self) -> list[tuple[int, int, int]]:
-        return [(b, min(m, n), max(m, n)) for b, m, n in self.shapes]
+        return sum(b * newton_schulz_flops(m, n, STEPS) for b, m, n in self.shapes)
 
     def row(
         self, implementation: str, timing: Timing, error: float, *, op: str = "", dtype: str = ""

@@ -17,7 +17,7 @@ RUN_ELSEWHERE = {
     "bash scripts/test.sh": "CI",
     # Needs a GPU; its output is in docs/benchmarks.
     "python scripts/bench/pretrain.py qwen3_moe_1gpu": "docs/benchmarks/README.md",
-    "python scripts/bench/muon_step.py": "docs/benchmarks/README.md",
+    "python scripts/bench/muon_step.py": "tests/integration/test_muon_benchmarks.py",
 }
 
 

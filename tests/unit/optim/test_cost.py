@@ -7,7 +7,9 @@ import json
 import math
 
 import pytest
+import torch
 
+from megacomposer.kernels.newton_schulz import _segments, step_coefficients
 from megacomposer.optim.cost import (
     MEASURED,
     UNMEASURED_FLOPS_PER_S,
@@ -121,3 +123,12 @@ def test_table_of_the_package_is_readable_and_plausible() -> None:
 def test_bad_row_is_refused_with_its_field(row: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         table_from_rows([row])
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_formula_restarts_elsewhere_than_the_kernel(steps: int) -> None:
+    segments = _segments("kj", step_coefficients("kj", steps), torch.float16)
+    m, n = 3, 7
+    cubic = sum(4 * len(segment) - 3 for segment in segments)
+    expected = 3 * len(segments) * m**2 * n + cubic * m**3
+    assert newton_schulz_flops(m, n, steps) == expected

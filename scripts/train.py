@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 from megacomposer.config.cli import parse_command_line
 from megacomposer.recipes.pretrain import RECIPES
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Parse first, import torch after: a wrong option is answered at once."""
     config = parse_command_line(RECIPES, description="Train a model.")
     from megacomposer.checkpoint.agreement import CheckpointError
     from megacomposer.observe.logging import get_logger
+    from megacomposer.runtime.process import end_process
     from megacomposer.train.loop import train
 
     try:
@@ -29,9 +31,9 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             get_logger(__name__).error("%s", error)
-        return 1
-    return 0
+        end_process(1)
+    end_process(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -214,6 +214,8 @@ def _rank_main(
     os.environ.update(environment)
     import torch
 
+    from megacomposer.runtime.process import end_process
+
     torch.set_num_threads(1)
     try:
         if init_process_group:
@@ -232,6 +234,7 @@ def _rank_main(
         partial.rename(folder / f"{rank}.result")
         if init_process_group:
             torch.distributed.destroy_process_group()
+        end_process(0)
     except BaseException:  # noqa: BLE001 - all of them are carried to the parent
         # Written whole before the process ends, so the parent never reads half a traceback.
         partial = folder / f"{rank}.partial"

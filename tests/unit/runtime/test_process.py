@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy
@@ -145,3 +147,15 @@ def test_determinism_is_not_asked_of_torch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_impossible_runtime_is_accepted(field: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RuntimeConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_process_loses_neither_output_nor_exit_handlers_nor_its_code() -> None:
+    code = """
+import atexit, sys
+from megacomposer.runtime.process import end_process
+atexit.register(lambda: print("handler", flush=True))
+sys.stdout.write("unflushed ")
+end_process(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (3, "unflushed handler\n")

@@ -1,1 +1,1 @@
-"""Environments: sandboxes, egress policy, the agent's tools, verifiers, the monitor. No torch here."""
+"""Environments: sandboxes, egress, the agent's tools, verifiers, the monitor. No torch."""

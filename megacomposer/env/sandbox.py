@@ -23,7 +23,7 @@ WORKDIR = PurePosixPath("/workspace")
 """The repository inside every sandbox: the default working directory of a command."""
 HOME = PurePosixPath("/home/agent")
 """Writable, empty at the start; `HOME` of every command."""
-TEMPORARY = PurePosixPath("/tmp")  # noqa: S108 - inside the sandbox
+TEMPORARY = PurePosixPath("/tmp")
 USER_ID = 1000
 """User and group id of every command inside."""
 EGRESS_PORT = 3128
@@ -221,7 +221,7 @@ class Sandbox(Protocol):
         ...
 
     async def patch(self, diff: bytes) -> None:
-        """Apply a `git diff --binary` to WORKDIR, whole or not at all. PatchRejectedError if not."""
+        """Apply a `git diff --binary` to WORKDIR, whole or not at all; else PatchRejectedError."""
         ...
 
     async def snapshot(self) -> Snapshot:
@@ -269,8 +269,11 @@ class SandboxBackend(Protocol):
         ...
 
     async def import_tree(self, workspace: str) -> Snapshot:
-        """Put a host directory into the store as the files of WORKDIR: one layer, content-addressed,
-        owned by USER_ID inside; links stay links, special files are refused (ValueError)."""
+        """Put a host directory into the store as the files of WORKDIR, as one layer.
+
+        Content-addressed (times are not part of it), owned by USER_ID inside; links stay links,
+        special files are refused (ValueError).
+        """
         ...
 
     async def export_layer(self, digest: str, file: str) -> None:

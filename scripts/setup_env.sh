@@ -74,10 +74,23 @@ _mc_make_venv() {
     "$python" -m venv --clear ${options[@]+"${options[@]}"} "$_mc_venv"
 }
 
+# Sandboxes for coding environments; training needs none of it.
+_mc_install_sandbox() {
+  local program missing=()
+  for program in bwrap:bubblewrap rg:ripgrep git:git; do
+    command -v "${program%%:*}" >/dev/null || missing+=("${program##*:}")
+  done
+  [ "${#missing[@]}" = 0 ] || _mc_apt "${missing[@]}" \
+    || _mc_say "going on without; coding environments need bubblewrap, git and ripgrep"
+  # Not every distribution packages gVisor.
+  command -v runsc >/dev/null || _mc_apt runsc || _mc_say "going on without gVisor's runsc"
+}
+
 _mc_install() {
   local python="$_mc_venv/bin/python"
   "$python" -m pip --version >/dev/null 2>&1 || _mc_make_venv || return 1
   command -v g++ >/dev/null || _mc_apt g++ || _mc_say "going on without g++"
+  _mc_install_sandbox
   if ! _mc_torch_works "$python"; then
     _mc_phase "pip install $_mc_torch_pin (the largest download)" \
       "$python" -m pip install "$_mc_torch_pin" || return 1

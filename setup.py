@@ -29,7 +29,7 @@ CUDA_OPTIONS = ("-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeLibrary:
-    """Files with a plain C ABI, built to one shared library that ctypes loads."""
+    """Files with a plain C ABI, built to one shared library that ctypes loads, or a program."""
 
     sources: tuple[str, ...]
     """Paths from the root, all .cpp or all .cu."""
@@ -37,6 +37,8 @@ class NativeLibrary:
     """Dotted place of the library: `a.b._c` is built as a/b/_c.so."""
     instead: str
     """What the code uses when the library is not there."""
+    is_program: bool = False
+    """A static executable, `a.b._c` built as a/b/_c, rather than a shared library."""
 
     @property
     def title(self) -> str:
@@ -54,10 +56,31 @@ NATIVE_LIBRARIES = (
         module="megacomposer.kernels._sm90",
         instead="the Triton kernels (slower on Hopper, the same elsewhere)",
     ),
+    NativeLibrary(
+        sources=("csrc/sandbox_agent.cpp",),
+        module="megacomposer.env.backend._sandbox_agent",
+        instead="no sandbox of this machine (they say so, and refuse to start)",
+        is_program=True,
+    ),
+    NativeLibrary(
+        sources=("csrc/sandbox_launcher.cpp",),
+        module="megacomposer.env.backend._sandbox_launcher",
+        instead="other sandboxes than bubblewrap's",
+        is_program=True,
+    ),
+    NativeLibrary(
+        sources=("csrc/gvisor_statx.cpp",),
+        module="megacomposer.env.backend._gvisor_statx",
+        instead="a runsc of 2023 or later (older ones need it)",
+    ),
 )
 
 # Part of a source distribution through `depends` of the extensions.
-HEADERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cuh"))
+HEADERS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.cuh", "*.hpp")
+    for path in (ROOT / "csrc").glob(pattern)
+)
 
 
 class BuildNativeLibraries(build_ext):
@@ -65,7 +88,12 @@ class BuildNativeLibraries(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         # No ABI tag: the libraries do not touch the Python C API.
-        return os.path.join(*fullname.split(".")) + ".so"
+        # setuptools asks with the whole name, and with the last part of it.
+        name = fullname.rpartition(".")[2]
+        is_program = any(
+            item.is_program for item in NATIVE_LIBRARIES if item.module.endswith(f".{name}")
+        )
+        return os.path.join(*fullname.split(".")) + ("" if is_program else ".so")
 
     def build_extension(self, ext: Extension) -> None:
         (library,) = (item for item in NATIVE_LIBRARIES if item.module == ext.name)
@@ -73,27 +101,31 @@ class BuildNativeLibraries(build_ext):
         # An old library must not outlive a failed build: neither here nor in an editable tree.
         target.unlink(missing_ok=True)
         if self.editable_mode:
-            package, _, name = ext.name.rpartition(".")
+            package = ext.name.rpartition(".")[0]
             folder = self.get_finalized_command("build_py").get_package_dir(package)
-            (ROOT / folder / f"{name}.so").unlink(missing_ok=True)
-        reason = _compile([str(ROOT / source) for source in library.sources], target)
+            (ROOT / folder / target.name).unlink(missing_ok=True)
+        reason = _compile(library, target)
         if reason:
             _announce(f"{library.title} not built ({reason}); used instead: {library.instead}")
         else:
             _announce(f"{library.title} built as {library.module}")
 
 
-def _compile(sources: list[str], target: Path) -> str:
+def _compile(library: NativeLibrary, target: Path) -> str:
     """Builds `target`; returns why not, or the empty string."""
     if os.environ.get("MEGACOMPOSER_SKIP_CSRC", "0") not in ("", "0"):
         return "MEGACOMPOSER_SKIP_CSRC is set"
+    sources = [str(ROOT / source) for source in library.sources]
     is_cuda = sources[0].endswith(".cu")
     compiler = _nvcc() if is_cuda else shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         return f"no compiler {compiler[0]}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    options = CUDA_OPTIONS if is_cuda else ("-fPIC",)
-    command = [*compiler, "-O3", "-std=c++17", "-shared", *options, "-o", str(target), *sources]
+    if library.is_program:
+        options = ("-static",)
+    else:
+        options = ("-shared", *(CUDA_OPTIONS if is_cuda else ("-fPIC",)))
+    command = [*compiler, "-O3", "-std=c++17", *options, "-o", str(target), *sources]
     plain_english = {**os.environ, "LC_ALL": "C"}
     result = subprocess.run(command, capture_output=True, text=True, env=plain_english)
     if result.returncode == 0:

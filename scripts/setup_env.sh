@@ -77,7 +77,7 @@ _mc_make_venv() {
 # Sandboxes for coding environments; training needs none of it.
 _mc_install_sandbox() {
   local program missing=()
-  for program in bwrap:bubblewrap rg:ripgrep git:git; do
+  for program in bwrap:bubblewrap rg:ripgrep git:git curl:curl; do
     command -v "${program%%:*}" >/dev/null || missing+=("${program##*:}")
   done
   [ "${#missing[@]}" = 0 ] || _mc_apt "${missing[@]}" \

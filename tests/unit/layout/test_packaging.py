@@ -145,6 +145,22 @@ def test_native_library_is_built_into_the_wheel_and_loads(build_wheel, tmp_path:
     assert ctypes.CDLL(library).layout_test_answer() == 42
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_sandbox_agent_is_installed_as_a_program_that_runs(build_wheel, tmp_path: Path) -> None:
+    wheel, output = build_wheel(MEGACOMPOSER_SKIP_CSRC="0")
+    assert "csrc/sandbox_agent.cpp is built as megacomposer.env.backend._sandbox_agent" in output
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    program = tmp_path / "megacomposer/env/backend/_sandbox_agent"
+    result = subprocess.run(
+        [program], env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    headers = subprocess.run(["readelf", "-l", program], capture_output=True, text=True).stdout
+    assert "LOAD" in headers
+    assert "INTERP" not in headers  # it must run where there are no libraries
+
+
 def test_broken_native_source_does_not_block_the_install(build_wheel) -> None:
     def break_source(source: Path) -> None:
         (source / "csrc").mkdir(exist_ok=True)

@@ -1,0 +1,1 @@
+"""Sandbox backends, and what they are made of."""

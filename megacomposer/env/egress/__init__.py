@@ -1,0 +1,1 @@
+"""The egress proxy: what may leave a sandbox, and what did."""

@@ -31,6 +31,21 @@ class EgressRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BehaviourCheck:
+    """A command whose result says that an answer does the right thing; run beside the tests, in
+    processes of its own. The agent does not see it."""
+
+    name: str
+    command: tuple[str, ...]
+    """`{python}` in it is the interpreter."""
+    stdin: str = ""
+    exit_code: int = 0
+    stdout: str | None = None
+    """Exactly; None: not looked at."""
+    timeout_s: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TestPlan:
     """How tests are run and which must pass. Ids are as the runner reports them."""
 
@@ -50,6 +65,7 @@ class TestPlan:
     `pristine`, whatever the agent made of them."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     timeout_s: float = 600.0
+    behaviour: tuple[BehaviourCheck, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

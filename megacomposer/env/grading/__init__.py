@@ -1,0 +1,1 @@
+"""Evidence for the reward, from a fresh sandbox."""

@@ -1,0 +1,1 @@
+"""Executors: thousands of jobs on processes and machines."""

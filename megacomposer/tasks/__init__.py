@@ -1,1 +1,1 @@
-"""Task making: feature deletion, commit-derived tasks, difficulty, record formats. No torch here."""
+"""Task making: feature deletion, commits, difficulty, record formats. No torch here."""

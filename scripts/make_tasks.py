@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +21,7 @@ from megacomposer.env.sandbox import SandboxError
 from megacomposer.tasks.feature_deletion import FeatureDeletion
 from megacomposer.tasks.features import KINDS
 from megacomposer.tasks.funnel import write_report
+from megacomposer.tasks.model_deleter import DeleterError, open_deleter
 from megacomposer.tasks.preparation import FeatureDeletionConfig
 
 
@@ -34,6 +37,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--site", type=Path, help="use these packages, install nothing")
     parser.add_argument("--pytest-args", default="", help="more arguments of pytest, by spaces")
     parser.add_argument("--max-candidates", type=int, default=0, help="proofs to try at most")
+    parser.add_argument("--deleter", default="static", help="static, or model: a language model")
+    parser.add_argument("--model-url", default="", help="its endpoint; key: $OPENAI_API_KEY")
+    parser.add_argument("--model", default="", help="its name, as the endpoint knows it")
     parser.add_argument("--unsafe", action="store_true", help="allows --backend local: no sandbox")
     return parser.parse_args()
 
@@ -48,27 +54,25 @@ async def make(arguments: argparse.Namespace) -> str:
         pytest_args=tuple(arguments.pytest_args.split()),
         max_candidates=arguments.max_candidates,
     )
-    with tempfile.TemporaryDirectory(prefix="make_tasks.") as store:
-        unsafe = arguments.unsafe
-        backend = await open_backend(arguments.backend, store=Path(store), allow_unsafe=unsafe)
-        try:
-            maker = FeatureDeletion(
-                config, backend, progress=lambda line: print(line, file=sys.stderr, flush=True)
-            )
-            report = await maker.make(arguments.repository, arguments.out)
-        finally:
-            await backend.close()
+    model = {"url": arguments.model_url, "model": arguments.model}
+    async with contextlib.AsyncExitStack() as stack:
+        deleter = await stack.enter_async_context(open_deleter(arguments.deleter, **model))
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="make_tasks.")))
+        backend = await open_backend(arguments.backend, store=store, allow_unsafe=arguments.unsafe)
+        stack.push_async_callback(backend.close)
+        progress = functools.partial(print, file=sys.stderr, flush=True)
+        maker = FeatureDeletion(config, backend, deleter=deleter, progress=progress)
+        report = await maker.make(arguments.repository, arguments.out)
     return write_report(report, arguments.out)
 
 
 def main() -> int:
     arguments = parse_arguments()
     try:
-        last_line = asyncio.run(make(arguments))
-    except (ValueError, SandboxError) as error:
+        print(asyncio.run(make(arguments)))
+    except (ValueError, DeleterError, SandboxError) as error:
         print(f"make_tasks: {error}", file=sys.stderr)
         return 1
-    print(last_line)
     return 0
 
 

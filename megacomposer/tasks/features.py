@@ -151,20 +151,20 @@ def _grow(
             and symbol.qualname in graph.modules[symbol.module].ambiguous
         ):
             raise NotDeletableError("ambiguous_definition", id)
-    return _feature(graph, kind, name, symbols, modules, limits)
+    if _kind_of([graph.symbols[id] for id in symbols], modules) != kind:
+        return None
+    return feature_of(graph, name, symbols, modules, limits)
 
 
-def _feature(
+def feature_of(
     graph: CallGraph,
-    kind: str,
     name: str,
-    symbols: set[str],
+    symbols: Set[str],
     modules: frozenset[str],
     limits: FeatureLimits,
-) -> Feature | None:
+) -> Feature:
+    """What these symbols are together. Raises NotDeletableError where that is over the limits."""
     chosen = [graph.symbols[id] for id in symbols]
-    if _kind_of(chosen, modules) != kind:
-        return None
     lines = sum(_code_lines(graph, symbol) for symbol in chosen)
     files = tuple(sorted({symbol.path for symbol in chosen}))
     if not limits.min_code_lines <= lines <= limits.max_code_lines:
@@ -174,7 +174,7 @@ def _feature(
         raise NotDeletableError("too_large", f"{name}: {len(files)} files")
     users = {user for symbol in chosen for user in graph.users[symbol.id]} - symbols
     return Feature(
-        kind=kind,
+        kind=_kind_of(chosen, modules),
         seed=name,
         symbols=frozenset(symbols),
         modules=modules,

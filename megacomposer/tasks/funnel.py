@@ -11,6 +11,7 @@ from typing import Any
 REASONS = {
     "ambiguous_definition": "A name is bound twice, or inside `if` or `try`.",
     "answer_refused": "The true code does not score 1 in a fresh sandbox.",
+    "bad_proposal": "A model's answer is not in the form asked for, or its edits do not apply.",
     "broken_import": "What is left does not import.",
     "broken_syntax": "What is left is not Python.",
     "collection_error": "A test file fails to load for another reason than a missing name.",

@@ -144,7 +144,8 @@ def _unpack(archive: Path, target: Path) -> Path:
             path.write_bytes(data)
             path.chmod(0o755 if mode & 0o111 else 0o644)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise ValueError(f"{archive}: not a readable .tar.gz or .zip archive: {error}") from error
+        reason = str(error).partition("\n")[0]  # tarfile goes on with each format that it tried
+        raise ValueError(f"{archive}: not a readable .tar.gz or .zip archive: {reason}") from error
     entries = list(target.iterdir())
     return entries[0] if len(entries) == 1 and entries[0].is_dir() else target
 

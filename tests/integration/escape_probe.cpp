@@ -295,7 +295,10 @@ int use_memory(long bytes) {
     if (!block) return printf("stopped %ld %s\n", used, answer(-1)), 0;
     memset(block, 1, step);
   }
-  return puts("took-all"), 0;
+  puts("took-all");
+  fflush(stdout);
+  sleep(2);  // where memory is looked at now and then, it must still be there
+  return 0;
 }
 
 int make_zombies(int count, bool orphaned) {

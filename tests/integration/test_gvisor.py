@@ -350,12 +350,12 @@ def test_unprivileged_user_cannot_use_it(tmp_path: Path) -> None:
     home = Path(tempfile.mkdtemp(prefix="gvisor-user-"))
     try:
         shutil.copytree(
-            Path(gvisor.__file__).parents[1] / "env", home / "megacomposer/env",
+            Path(gvisor.__file__).parents[2] / "env", home / "megacomposer/env",
             ignore=shutil.ignore_patterns("__pycache__"),
         )  # fmt: skip
         for room in ("config", "observe"):
-            shutil.copytree(Path(gvisor.__file__).parents[1] / room, home / "megacomposer" / room)
-        shutil.copy(Path(gvisor.__file__).parents[1] / "__init__.py", home / "megacomposer")
+            shutil.copytree(Path(gvisor.__file__).parents[2] / room, home / "megacomposer" / room)
+        shutil.copy(Path(gvisor.__file__).parents[2] / "__init__.py", home / "megacomposer")
         shutil.chown(home, 12345, 12345)
         command = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
         result = subprocess.run(

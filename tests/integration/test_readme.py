@@ -17,6 +17,8 @@ RUN_ELSEWHERE = {
     "bash scripts/test.sh": "CI",
     # Needs a GPU; its output is in docs/benchmarks.
     "python scripts/bench/pretrain.py qwen3_moe_1gpu": "docs/benchmarks/README.md",
+    "python -m pip download": "tests/integration/test_make_tasks.py",
+    "python scripts/make_tasks.py": "tests/integration/test_make_tasks.py",
     "python scripts/bench/muon_step.py": "tests/integration/test_muon_benchmarks.py",
 }
 

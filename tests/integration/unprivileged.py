@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import megacomposer.env
+import megacomposer.env.backend
 
 USER_ID = 61_234
 """A user that owns nothing else on the machine."""

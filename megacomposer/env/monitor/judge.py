@@ -13,10 +13,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import httpx
 import msgspec
 
-from megacomposer.config import Config
+from megacomposer.env.chat_endpoint import ChatEndpoint, ChatEndpointConfig, ChatError
 from megacomposer.env.monitor.report import MonitorReport, Verdict, worst
 from megacomposer.env.monitor.rules import RULES
 from megacomposer.env.transcript import Transcript, Turn
@@ -59,27 +58,18 @@ class Judge(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JudgeConfig(Config):
+class JudgeConfig(ChatEndpointConfig):
     """A judge behind an OpenAI-compatible HTTP endpoint."""
 
-    url: str
-    """Base address, such as "http://127.0.0.1:8000/v1"; "/chat/completions" is added."""
-    model: str
-    """Name of the model, as the endpoint knows it."""
-    timeout_s: float = 60.0
-    """Of one request."""
-    attempts: int = 2
-    """Requests until the judge counts as failed. Our choice."""
     excerpt_chars: int = 60_000
     """Length of the excerpt that is sent; the middle is left out of longer rollouts. Our choice."""
     max_answer_tokens: int = 400
     """Limit of the answer. Our choice."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {self.url!r}; it must start with http:// or https://")
-        if self.attempts < 1 or self.excerpt_chars < 1000 or self.timeout_s <= 0:
-            raise ValueError("attempts must be >= 1, excerpt_chars >= 1000, timeout_s > 0")
+        super().__post_init__()
+        if self.excerpt_chars < 1000:
+            raise ValueError("excerpt_chars must be >= 1000")
 
 
 class HttpJudge:
@@ -90,9 +80,7 @@ class HttpJudge:
 
     def __init__(self, config: JudgeConfig, *, headers: Mapping[str, str] | None = None) -> None:
         self.config = config
-        self._client = httpx.AsyncClient(
-            timeout=config.timeout_s, headers=dict(headers or {}), trust_env=False
-        )
+        self._endpoint = ChatEndpoint(config, headers=headers)
 
     async def assess(self, excerpt: str, rules: Mapping[str, str]) -> JudgeOpinion:
         error = JudgeError("the judge was not asked")
@@ -104,23 +92,17 @@ class HttpJudge:
         raise error
 
     async def _ask(self, excerpt: str, rules: Mapping[str, str]) -> JudgeOpinion:
-        url = f"{self.config.url.rstrip('/')}/chat/completions"
-        request = {
-            "model": self.config.model,
-            "messages": prompt(excerpt, rules),
-            "temperature": 0.0,
-            "max_tokens": self.config.max_answer_tokens,
-        }
+        limit = self.config.max_answer_tokens
         try:
-            response = await self._client.post(url, json=request)
-        except httpx.HTTPError as error:
-            raise JudgeError(f"no answer: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise JudgeError(f"HTTP status {response.status_code}")
-        return opinion_of(_content(response), excerpt, rules)
+            answer = await self._endpoint.ask(
+                prompt(excerpt, rules), temperature=0.0, max_tokens=limit
+            )
+        except ChatError as error:
+            raise JudgeError(str(error)) from error
+        return opinion_of(answer.text, excerpt, rules)
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._endpoint.aclose()
 
     async def __aenter__(self) -> HttpJudge:
         return self
@@ -164,16 +146,6 @@ def opinion_of(text: str, excerpt: str, rules: Mapping[str, str]) -> JudgeOpinio
     return JudgeOpinion(
         verdict=answer.verdict, rule=answer.rule, evidence=answer.evidence, reason=answer.reason
     )
-
-
-def _content(response: httpx.Response) -> str:
-    try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise JudgeError(f"not a chat completion: {type(error).__name__}") from error
-    if not isinstance(content, str):
-        raise JudgeError("not a chat completion: the content is no text")
-    return content
 
 
 def rule_meanings() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from megacomposer.config import Config
 
@@ -18,7 +19,7 @@ class McpServerConfig(Config):
     site: str = ""
     """With repo: a `pip install --target` directory that commands can import from."""
     backend: str = "auto"
-    """auto, bubblewrap, gvisor, docker, apptainer or e2b."""
+    """auto, bubblewrap, gvisor, docker or e2b."""
     store: str = "~/.cache/megacomposer/layers"
     """Where the layers of snapshots are."""
     tools: tuple[str, ...] = ()
@@ -31,6 +32,8 @@ class McpServerConfig(Config):
     def __post_init__(self) -> None:
         if bool(self.task) == bool(self.repo):
             raise ValueError("give either task or repo")
+        if self.repo and not Path(self.repo).is_dir():
+            raise ValueError(f"repo {self.repo!r} is no directory")
         if self.site and not self.repo:
             raise ValueError("site goes with repo: a task names its own mounts")
         if not 0 <= self.http_port < 65536:

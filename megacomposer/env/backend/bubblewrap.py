@@ -27,6 +27,7 @@ from megacomposer.env.backend.cgroup import CONTROLLERS, ControlGroup, find_root
 from megacomposer.env.backend.layers import LayerStore
 from megacomposer.env.backend.reaper import HostState
 from megacomposer.env.backend.seccomp import build_filter
+from megacomposer.env.backend.store_backend import StoreBackend
 from megacomposer.env.sandbox import (
     BackendUnavailableError,
     Limits,
@@ -143,7 +144,7 @@ class BubblewrapSandbox(AgentSandbox):
         return group.memory_kills() if group is not None else None
 
 
-class BubblewrapBackend:
+class BubblewrapBackend(StoreBackend):
     """See `megacomposer.env.sandbox.SandboxBackend`; made by `open_backend("bubblewrap", ...)`.
 
     `strict_limits`: refuse to start where a quota of memory, processes or CPU cannot be enforced by
@@ -159,7 +160,7 @@ class BubblewrapBackend:
         self, store: LayerStore, *, record: Record = discard, strict_limits: bool | None = None
     ) -> None:
         """Also removes what host processes that died have left."""
-        self.store, self.record = store, record
+        super().__init__(store, record)
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise BackendUnavailableError(
@@ -187,7 +188,6 @@ class BubblewrapBackend:
             limit_memory=self.enforced["memory_bytes"] == "rlimit",
             limit_processes=self.enforced["processes"] == "rlimit",
         )
-        self._running: set[BubblewrapSandbox] = set()
 
     def _find_enforced(self) -> Mapping[str, str]:
         enforced = dict.fromkeys(_FIELDS.values(), "none")
@@ -234,20 +234,6 @@ class BubblewrapBackend:
             self._state.note_groups()
         return await start_place(spec, base, lowers=lowers, programs=self._programs, group=group)
 
-    async def import_tree(self, workspace: str) -> Snapshot:
-        digest = await asyncio.to_thread(self.store.import_tree, Path(workspace))
-        return Snapshot(layers=(digest,))
-
-    async def export_layer(self, digest: str, file: str) -> None:
-        await asyncio.to_thread(self.store.export_layer, digest, Path(file))
-
-    async def import_layer(self, file: str) -> str:
-        return await asyncio.to_thread(self.store.import_layer, Path(file))
-
     async def close(self) -> None:
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._running)))
+        await super().close()
         self._state.close()
-
-    def forget(self, sandbox: BubblewrapSandbox) -> None:
-        """A sandbox has removed itself."""
-        self._running.discard(sandbox)

@@ -17,7 +17,6 @@ import io
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 from megacomposer.env.audit import Record, discard
@@ -25,7 +24,8 @@ from megacomposer.env.backend.agent_link import AgentLink
 from megacomposer.env.backend.agent_sandbox import AgentSandbox, agent_program, new_sandbox_id
 from megacomposer.env.backend.layers import LayerStore
 from megacomposer.env.backend.process_identity import is_dead, own_identity
-from megacomposer.env.backend.tree_stream import layer_from_tar, pack_command, write_tree_tar
+from megacomposer.env.backend.store_backend import StoreBackend
+from megacomposer.env.backend.tree_stream import pack_over_link, write_tree_tar
 from megacomposer.env.sandbox import (
     EGRESS_PORT,
     HOME,
@@ -100,21 +100,10 @@ class ContainerSandbox(AgentSandbox):
     async def snapshot(self) -> Snapshot:
         """Files, while background processes go on."""
         self._require_open()
-        result = await self._link.exec(
-            pack_command(),
-            cwd="/",
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"},
-            stdin=b"",
-            timeout_s=_PACK_TIMEOUT_S,
-            output_bytes=2 * self._spec.limits.disk_bytes,
-        )
-        if not result.ok:
-            text = result.stderr.decode(errors="replace")[-500:]
-            raise SandboxError(f"tar inside ended with {result.status} {result.exit_code}: {text}")
-        layer = await asyncio.to_thread(
-            layer_from_tar,
+        layer = await pack_over_link(
+            self._link,
             self._backend.store,
-            io.BytesIO(result.stdout),
+            max_bytes=2 * self._spec.limits.disk_bytes,
             generation=len(self._spec.base.layers),
         )
         snapshot = Snapshot(layers=(layer,))
@@ -152,7 +141,7 @@ class ContainerSandbox(AgentSandbox):
         self._backend.forget(self)
 
 
-class DockerBackend:
+class DockerBackend(StoreBackend):
     """Starts containers of one image."""
 
     name = "docker"
@@ -170,10 +159,9 @@ class DockerBackend:
         """`options` go before the subcommand, such as --storage-driver of podman."""
         if not image:
             raise ValueError("image is not set: name one with a shell, tar, find and git")
-        self.store, self.record = store, record
+        super().__init__(store, record)
         self._image, self._options = image, tuple(options)
         self._program = ""
-        self._running: set[ContainerSandbox] = set()
 
     async def start(self, spec: SandboxSpec) -> ContainerSandbox:
         _refuse(spec)
@@ -247,23 +235,6 @@ class DockerBackend:
     async def remove(self, sandbox_id: str) -> None:
         """Kill and remove a container, also one that has ended."""
         await _run(self._command("rm", "--force", "--volumes", sandbox_id))
-
-    async def import_tree(self, workspace: str) -> Snapshot:
-        digest = await asyncio.to_thread(self.store.import_tree, Path(workspace))
-        return Snapshot(layers=(digest,))
-
-    async def export_layer(self, digest: str, file: str) -> None:
-        await asyncio.to_thread(self.store.export_layer, digest, Path(file))
-
-    async def import_layer(self, file: str) -> str:
-        return await asyncio.to_thread(self.store.import_layer, Path(file))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._running)))
-
-    def forget(self, sandbox: ContainerSandbox) -> None:
-        """A sandbox has removed itself."""
-        self._running.discard(sandbox)
 
     async def _remove_stale(self) -> None:
         """Containers of host processes that were killed."""

@@ -17,13 +17,13 @@ import asyncio
 import io
 import os
 import uuid
-from pathlib import Path
 
 from megacomposer.env.audit import Record, discard
 from megacomposer.env.backend.agent_sandbox import new_sandbox_id
 from megacomposer.env.backend.e2b_protocol import E2bClient, Exit, Machine, Service
 from megacomposer.env.backend.e2b_sandbox import ENFORCED, MEMORY_PREFIX, E2bSandbox, lease_s
 from megacomposer.env.backend.layers import LayerStore
+from megacomposer.env.backend.store_backend import StoreBackend
 from megacomposer.env.backend.tree_stream import write_tree_tar
 from megacomposer.env.sandbox import (
     HOME,
@@ -32,7 +32,6 @@ from megacomposer.env.sandbox import (
     BackendUnavailableError,
     SandboxError,
     SandboxSpec,
-    Snapshot,
     SnapshotError,
 )
 
@@ -46,7 +45,7 @@ async def probe() -> str:
     return ""
 
 
-class E2bBackend:
+class E2bBackend(StoreBackend):
     """Starts microVMs of one service; see the module for its variables."""
 
     name = "e2b"
@@ -71,10 +70,10 @@ class E2bBackend:
             domain=domain,
             api_key=os.environ.get("E2B_API_KEY", ""),
         )
-        self.store, self.record, self.user = store, record, user
+        super().__init__(store, record)
+        self.user = user
         self.client = E2bClient(service)
         self._template, self._mounts_in_template = template, mounts_in_template
-        self._running: set[E2bSandbox] = set()
 
     async def start(self, spec: SandboxSpec) -> E2bSandbox:
         return self.adopt(await self.boot(spec), spec)
@@ -159,20 +158,6 @@ class E2bBackend:
         if not result.ok:
             raise SandboxError(f"tar inside cannot unpack the base: {result.stderr[-300:]!r}")
 
-    async def import_tree(self, workspace: str) -> Snapshot:
-        digest = await asyncio.to_thread(self.store.import_tree, Path(workspace))
-        return Snapshot(layers=(digest,))
-
-    async def export_layer(self, digest: str, file: str) -> None:
-        await asyncio.to_thread(self.store.export_layer, digest, Path(file))
-
-    async def import_layer(self, file: str) -> str:
-        return await asyncio.to_thread(self.store.import_layer, Path(file))
-
     async def close(self) -> None:
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._running)))
+        await super().close()
         await self.client.close()
-
-    def forget(self, sandbox: E2bSandbox) -> None:
-        """A sandbox has ended."""
-        self._running.discard(sandbox)

@@ -36,12 +36,12 @@ from megacomposer.env.backend.gvisor_runtime import Runsc, find_runsc
 from megacomposer.env.backend.gvisor_sandbox import GvisorSandbox
 from megacomposer.env.backend.layers import LayerStore
 from megacomposer.env.backend.reaper import HostState
+from megacomposer.env.backend.store_backend import StoreBackend
 from megacomposer.env.sandbox import (
     BackendUnavailableError,
     SandboxClosedError,
     SandboxError,
     SandboxSpec,
-    Snapshot,
     SnapshotError,
 )
 
@@ -55,7 +55,7 @@ async def probe() -> str:
     return ""
 
 
-class GvisorBackend:
+class GvisorBackend(StoreBackend):
     """Starts gVisor sandboxes; `open_backend("gvisor")` has probed before.
 
     `Limits.disk_bytes` bounds each file; all files together are memory, and bounded as such.
@@ -66,10 +66,9 @@ class GvisorBackend:
     isolates = True
 
     def __init__(self, store: LayerStore, *, record: Record = discard) -> None:
-        self.store, self.record = store, record
+        super().__init__(store, record)
         self.images = ImageStore(store)
         self._runsc: Runsc | None = None
-        self._running: set[GvisorSandbox] = set()
         self._roots = find_roots()
         self._host = HostState(store.root, self._roots, record)
 
@@ -220,10 +219,6 @@ class GvisorBackend:
             "wall_s": "agent",
         }
 
-    async def import_tree(self, workspace: str) -> Snapshot:
-        digest = await asyncio.to_thread(self.store.import_tree, Path(workspace))
-        return Snapshot(layers=(digest,))
-
     async def export_layer(self, digest: str, file: str) -> None:
         """A layer, or a memory image (`Snapshot.memory`) with the layers that it stands on."""
         if self.images.has(digest):
@@ -245,9 +240,5 @@ class GvisorBackend:
         return self.store.import_layer(file)
 
     async def close(self) -> None:
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._running)))
+        await super().close()
         await asyncio.to_thread(self._host.close)
-
-    def forget(self, sandbox: GvisorSandbox) -> None:
-        """A sandbox has removed itself."""
-        self._running.discard(sandbox)

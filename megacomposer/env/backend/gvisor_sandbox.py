@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import io
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from megacomposer.env.backend.gvisor_bundle import RootPlan
 from megacomposer.env.backend.gvisor_container import Container
 from megacomposer.env.backend.gvisor_port import AgentPort
 from megacomposer.env.backend.layers import remove_tree
-from megacomposer.env.backend.tree_stream import layer_from_tar, pack_command
+from megacomposer.env.backend.tree_stream import pack_over_link
 from megacomposer.env.sandbox import (
     ExecResult,
     OnOutput,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from megacomposer.env.backend.gvisor import GvisorBackend
 
 _WATCH_INTERVAL_S = 0.2
-_PACK_TIMEOUT_S = 600.0
 
 
 class GvisorSandbox(AgentSandbox):
@@ -204,21 +202,10 @@ class GvisorSandbox(AgentSandbox):
 
     async def pack(self) -> str:
         """The files as they are now, stored as one layer; its digest."""
-        result = await self._link.exec(
-            pack_command(),
-            cwd="/",
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"},
-            stdin=b"",
-            timeout_s=_PACK_TIMEOUT_S,
-            output_bytes=2 * self._spec.limits.disk_bytes,
-        )
-        if not result.ok:
-            text = result.stderr.decode(errors="replace")[-500:]
-            raise SandboxError(f"tar inside ended with {result.status} {result.exit_code}: {text}")
-        return await asyncio.to_thread(
-            layer_from_tar,
+        return await pack_over_link(
+            self._link,
             self._backend.store,
-            io.BytesIO(result.stdout),
+            max_bytes=2 * self._spec.limits.disk_bytes,
             generation=len(self._plan.layers),
         )
 

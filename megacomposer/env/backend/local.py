@@ -18,6 +18,7 @@ from megacomposer.env.audit import Record, discard
 from megacomposer.env.backend.agent_link import AgentLink
 from megacomposer.env.backend.agent_sandbox import AgentSandbox, agent_program, new_sandbox_id
 from megacomposer.env.backend.layers import LayerStore, remove_tree
+from megacomposer.env.backend.store_backend import StoreBackend
 from megacomposer.env.sandbox import (
     HOME,
     TEMPORARY,
@@ -121,7 +122,7 @@ class LocalSandbox(AgentSandbox):
         return absolute
 
 
-class LocalBackend:
+class LocalBackend(StoreBackend):
     """Starts processes without any isolation; `open_backend("local", allow_unsafe=True)`."""
 
     name = "local"
@@ -129,8 +130,7 @@ class LocalBackend:
     forks_memory = False
 
     def __init__(self, store: LayerStore, *, record: Record = discard) -> None:
-        self.store, self.record = store, record
-        self._running: set[LocalSandbox] = set()
+        super().__init__(store, record)
 
     async def start(self, spec: SandboxSpec) -> LocalSandbox:
         _refuse_what_needs_isolation(spec)
@@ -162,23 +162,6 @@ class LocalBackend:
             "sandbox_started", sandbox=sandbox.id, backend=self.name, enforced=dict(_ENFORCED)
         )
         return sandbox
-
-    async def import_tree(self, workspace: str) -> Snapshot:
-        digest = await asyncio.to_thread(self.store.import_tree, Path(workspace))
-        return Snapshot(layers=(digest,))
-
-    async def export_layer(self, digest: str, file: str) -> None:
-        await asyncio.to_thread(self.store.export_layer, digest, Path(file))
-
-    async def import_layer(self, file: str) -> str:
-        return await asyncio.to_thread(self.store.import_layer, Path(file))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._running)))
-
-    def forget(self, sandbox: LocalSandbox) -> None:
-        """A sandbox has removed itself."""
-        self._running.discard(sandbox)
 
 
 def _refuse_what_needs_isolation(spec: SandboxSpec) -> None:

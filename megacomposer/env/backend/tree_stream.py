@@ -6,6 +6,8 @@ not trusted: it is never unpacked on the host, only read, sorted and written aga
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import tarfile
 import tempfile
@@ -13,13 +15,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from megacomposer.env.backend.agent_link import AgentLink
 from megacomposer.env.backend.layer_archive import EPOCH_S, TREES, WHITEOUT
 from megacomposer.env.backend.layers import LayerStore
-from megacomposer.env.sandbox import HOME, TEMPORARY, USER_ID, WORKDIR, Snapshot, SnapshotError
+from megacomposer.env.sandbox import (
+    HOME,
+    TEMPORARY,
+    USER_ID,
+    WORKDIR,
+    SandboxError,
+    Snapshot,
+    SnapshotError,
+)
 
 PLACES = {"workspace": WORKDIR, "home": HOME, "tmp": TEMPORARY}
 """Tree of a layer -> where it is inside."""
 _INSIDE = {name: str(place).lstrip("/") for name, place in PLACES.items()}
+_PACK_TIMEOUT_S = 600.0
 # A file that its owner made unreadable is still part of the state.
 _PACK_SCRIPT = """
 cd / || exit 1
@@ -47,6 +59,25 @@ def layer_from_tar(store: LayerStore, archive: IO[bytes], *, generation: int) ->
         _write(members, archive, file, EPOCH_S + generation)
         file.flush()
         return store.import_layer(Path(file.name))
+
+
+async def pack_over_link(
+    link: AgentLink, store: LayerStore, *, max_bytes: int, generation: int
+) -> str:
+    """Run `pack_command` inside and store its layer. SandboxError where tar fails inside."""
+    result = await link.exec(
+        pack_command(),
+        cwd="/",
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"},
+        stdin=b"",
+        timeout_s=_PACK_TIMEOUT_S,
+        output_bytes=max_bytes,
+    )
+    if not result.ok:
+        text = result.stderr.decode(errors="replace")[-500:]
+        raise SandboxError(f"tar inside ended with {result.status} {result.exit_code}: {text}")
+    archive = io.BytesIO(result.stdout)
+    return await asyncio.to_thread(layer_from_tar, store, archive, generation=generation)
 
 
 def write_tree_tar(store: LayerStore, snapshot: Snapshot, file: IO[bytes]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -29,7 +30,10 @@ PACKAGES: dict[str, tuple[int, tuple[str, ...]]] = {
 def download(requirement: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--no-binary", ":all:", "--dest", str(folder), requirement], check=True)
+    # A setup.py may import what lies beside it, which PYTHONSAFEPATH forbids.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [*pip, "--no-binary", ":all:", "--dest", str(folder), requirement]
+    subprocess.run(command, check=True, env=env)
     (archive,) = folder.iterdir()
     return archive
 

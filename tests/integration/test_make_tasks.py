@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -171,12 +172,15 @@ def test_package_from_the_index_becomes_tasks(backend_arguments: list[str], tmp_
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
     download = subprocess.run(
         [*pip, "--dest", str(folder), "inflection==0.5.1"],
+        # Its setup.py imports what lies beside it, which PYTHONSAFEPATH forbids.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         capture_output=True,
         text=True,
         check=False,
     )
-    if download.returncode:
-        pytest.skip(f"no package index: {download.stderr.strip().splitlines()[-1:]}")
+    if "No matching distribution" in download.stderr:
+        pytest.skip(f"no package index: {download.stderr.strip().splitlines()[-1]}")
+    assert download.returncode == 0, download.stderr
     (archive,) = folder.iterdir()
     out = tmp_path / "out"
     result = make_tasks(archive, "--count", 1, "--out", out, *backend_arguments)

@@ -134,6 +134,7 @@ class CommitTasks:
         """
         if out.exists() and any(path != self._site for path in out.iterdir()):
             raise ValueError(f"out {out} is not empty: name a new directory")
+        out = out.resolve()
         commits = commits_of(repository, self._config.revision, self._config.max_commits)
         scratch = out / ".scratch"
         scratch.mkdir(parents=True)

@@ -67,6 +67,7 @@ class FeatureDeletion:
         """
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"out {out} is not empty: name a new directory")
+        out = out.resolve()
         began = time.monotonic()
         scratch = out / ".scratch"
         scratch.mkdir(parents=True)

@@ -112,7 +112,7 @@ def run_git(root: Path, *arguments: str, git_directory: Path | None = None) -> b
         **_IDENTITY,
     }
     if git_directory is not None:
-        env["GIT_DIR"], env["GIT_WORK_TREE"] = str(git_directory), str(root)
+        env["GIT_DIR"], env["GIT_WORK_TREE"] = str(git_directory.resolve()), str(root.resolve())
     command = ["git", "-c", "core.autocrlf=false", "-c", "core.quotePath=false", *arguments]
     result = subprocess.run(command, cwd=root, env=env, capture_output=True, check=False)
     if result.returncode:
@@ -126,7 +126,7 @@ def commit_root(root: Path) -> None:
 
     The same files give the same bytes: dates are fixed and the index holds no file times.
     """
-    template = root / ".git-template"
+    template = (root / ".git-template").resolve()
     template.mkdir()
     run_git(root, "init", "--quiet", "--initial-branch=main", f"--template={template}")
     template.rmdir()
@@ -159,7 +159,7 @@ def assert_one_root_commit(root: Path) -> None:
 
 def diff_between(before: Path, after: Path, scratch: Path) -> bytes:
     """`git diff --binary` from one tree of files to another, as a patch for `before`."""
-    git = scratch / "diff.git"
+    git = (scratch / "diff.git").resolve()
     git.mkdir(parents=True)
     try:
         run_git(before, "init", "--quiet", "--bare", "--template=", str(git))

@@ -37,9 +37,9 @@ def backend_arguments() -> list[str]:
     return ["--backend", "bubblewrap"]
 
 
-def make_tasks(*arguments: object) -> subprocess.CompletedProcess[str]:
+def make_tasks(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -77,7 +77,9 @@ def test_all_kinds_of_tasks_are_made_and_graded_on_another_machine(
     with tarfile.open(archive, "w:gz") as opened:
         opened.add(root, "shelf-keeper-1.2")
     out = tmp_path / "out"
-    result = make_tasks(archive, "--count", 6, "--out", out, "--site", site, *backend_arguments)
+    options = ["--count", 6, "--site", site, *backend_arguments]
+    # Relative, as a user gives them.
+    result = make_tasks(archive.name, "--out", out.name, *options, cwd=tmp_path)
     report = last_line(result)
     funnel = json.loads((out / "funnel.json").read_text())
     assert report["kept"] == len(funnel["kept"]) >= 4

@@ -225,13 +225,15 @@ def test_the_script_writes_the_same_task_and_its_packages(
     out = tmp_path / "tasks"
     site = copy_site(tmp_path / "site")
     script = Path(__file__).parents[3] / "scripts" / "make_commit_tasks.py"
-    command = [sys.executable, str(script), str(root), "--out", str(out), "--site", str(site)]
-    result = subprocess.run([*command, "--max-commits", "20"], capture_output=True, text=True)
+    command = [sys.executable, str(script), "purse", "--out", "tasks", "--site", str(site)]
+    result = subprocess.run(
+        [*command, "--max-commits", "20"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert (report["event"], report["kept"]) == ("make_tasks", 1)
     assert sum(report["rejected"].values()) == report["candidates"] - 1
     assert (out / "site" / "pytest").is_dir()
     assert [path.parent.name for path in out.glob("*/task.json")] == [f"purse-commit-{good[:12]}"]
-    again = subprocess.run(command, capture_output=True, text=True)
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (again.returncode, "is not empty" in again.stderr) == (1, True)

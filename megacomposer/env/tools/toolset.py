@@ -141,18 +141,22 @@ class ToolSet:
         for tool in self.tools.values():
             for program in tool.programs:
                 needed.setdefault(program, tool.name)
-        await asyncio.gather(*(self._find_program(*pair) for pair in needed.items()))
+        found = await asyncio.gather(*(self._has_program(program) for program in needed))
+        for (program, tool_name), is_there in zip(needed.items(), found, strict=True):
+            if not is_there:
+                raise SandboxError(
+                    f"the sandbox has no {program}, which the tool {tool_name} needs: install it in"
+                    " the image, or leave the tool out of the task's tools"
+                )
         self._programs_found = True
         return self
 
-    async def _find_program(self, program: str, tool_name: str) -> None:
+    async def _has_program(self, program: str) -> bool:
         try:
             await self.sandbox.exec([program, "--version"], timeout_s=30.0)
-        except SandboxFileError as error:
-            raise SandboxError(
-                f"the sandbox has no {program}, which the tool {tool_name} needs: install it in"
-                " the image, or leave the tool out of the task's tools"
-            ) from error
+        except SandboxFileError:
+            return False
+        return True
 
     def fork(self, sandbox: Sandbox) -> ToolSet:
         """The same tools over a fork of the sandbox, with the to-do list as it is now."""

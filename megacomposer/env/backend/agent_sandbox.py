@@ -154,6 +154,20 @@ class AgentSandbox(abc.ABC):
     @abc.abstractmethod
     async def stats(self) -> Stats: ...
 
+    async def _stats_of_link(self, enforced: Mapping[str, str]) -> Stats:
+        """What the agent sees of its processes, for backends that have nothing better."""
+        self._require_open()
+        seen = await self._link.stats()
+        return Stats(
+            memory_bytes=seen.memory_bytes,
+            memory_peak_bytes=None,
+            processes=seen.threads,
+            cpu_s=None,
+            disk_bytes=None,
+            inodes=None,
+            enforced=enforced,
+        )
+
     async def close(self) -> None:
         self._life.cancel()
         self._ended = self._ended or "it was closed"

@@ -123,17 +123,7 @@ class ContainerSandbox(AgentSandbox):
         await self._backend.fill(self._link, archive)
 
     async def stats(self) -> Stats:
-        self._require_open()
-        seen = await self._link.stats()
-        return Stats(
-            memory_bytes=seen.memory_bytes,
-            memory_peak_bytes=None,
-            processes=seen.threads,
-            cpu_s=None,
-            disk_bytes=None,
-            inodes=None,
-            enforced=self._backend.enforced,
-        )
+        return await self._stats_of_link(self._backend.enforced)
 
     async def _destroy(self) -> None:
         await self._backend.remove(self._id)

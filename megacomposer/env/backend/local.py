@@ -89,17 +89,7 @@ class LocalSandbox(AgentSandbox):
                 (Path(name) / tree).rename(self._root / tree)
 
     async def stats(self) -> Stats:
-        self._require_open()
-        seen = await self._link.stats()
-        return Stats(
-            memory_bytes=seen.memory_bytes,
-            memory_peak_bytes=None,
-            processes=seen.threads,
-            cpu_s=None,
-            disk_bytes=None,
-            inodes=None,
-            enforced=_ENFORCED,
-        )
+        return await self._stats_of_link(_ENFORCED)
 
     async def _destroy(self) -> None:
         # The end of its stream made the agent kill what it started, and exit.

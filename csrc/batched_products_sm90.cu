@@ -5,8 +5,9 @@
 // A persistent, warp-specialised kernel. Two blocks form a cluster and compute 256 x 256 of a
 // result: each has 128 rows and all 256 columns, and each loads half of the operand b for both. In a
 // block one warp issues bulk tensor copies into a ring of stages and two warpgroups of 64 rows each
-// multiply. A symmetric result is computed on and below the diagonal only, in 64 x 64 blocks that
-// are stored twice, once transposed; blocks on the diagonal are made exactly symmetric.
+// multiply. A symmetric result is computed on and below the diagonal only; what lies above it is
+// either stored too, transposed, or (a "lower" matrix) never stored: an operand's block above the
+// diagonal is then read as the transpose of the one below, which wgmma takes as it is.
 //
 // The order of every sum is fixed by the shapes of the product alone. C ABI at the end of the file;
 // kernels/batched_products_sm90.py calls it.
@@ -24,6 +25,7 @@ constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
 constexpr int kStages = 4;
 constexpr int kBlockBytes = 64 * 64 * 2;  // a 64 x 64 block, 64 elements (128 bytes) a row
 constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
+constexpr int kTilesPerBlock = kTileN / kTileK;  // along k, of a block of a lower matrix
 constexpr int kThreads = 384;  // a producer warpgroup and two consumers
 constexpr int kConsumers = 2, kCluster = 2;
 constexpr int kMaxProducts = 16;
@@ -36,6 +38,8 @@ struct Product {
     int row_pairs, columns;  // tiles: pairs of 128 rows, 256 columns
     int tiles_per_matrix, first_tile;
     int is_symmetric, is_bfloat16;
+    bool a_rows, b_rows;             // memory rows of a run along k, those of b along k
+    bool a_lower, b_lower, out_lower;  // 256 x 256 blocks above the diagonal are not there
 };
 
 struct Products {
@@ -46,7 +50,7 @@ struct Products {
 struct Shared {
     alignas(1024) unsigned char a[kStages][kBytesA];
     alignas(1024) unsigned char b[kStages][kBytesB];
-    alignas(1024) unsigned char staging[kConsumers][2][kBlockBytes];
+    alignas(1024) unsigned char staging[kConsumers][kBlockBytes];
     uint64_t full[kStages], empty[kStages];
 };
 
@@ -71,32 +75,49 @@ __device__ __forceinline__ Tile find_tile(const Products& products, int index) {
     return {&p, batch, row, rest - row * (row + 1) / 2};
 }
 
-// kRowsA: rows of a run along k; kRowsB: columns of b run along k (otherwise along m, n)
-template <bool kRowsA, bool kRowsB>
+// The first row of group `group` of block `rank`, in rows of 64 from the tile's first. Tiles on the
+// diagonal of a symmetric result need 1, 2, 3 and 4 of its 64-column blocks: 5 for each block.
+__device__ __forceinline__ int block_row(bool on_diagonal, int rank, int group) {
+    if (on_diagonal) return group == 0 ? rank : 3 - rank;
+    return 2 * rank + group;
+}
+
+__device__ __forceinline__ bool is_on_diagonal(const Tile& tile) {
+    return tile.product->is_symmetric && tile.row_pair == tile.column;
+}
+
+// How many k tiles, from the first, are read from memory rows that run along k.
+__device__ __forceinline__ int tiles_along_k(bool lower, bool rows, int block, int k_tiles) {
+    if (lower) return min((block + 1) * kTilesPerBlock, k_tiles);
+    return rows ? k_tiles : 0;
+}
+
 __device__ void produce(const Products& products, Shared& shared, int rank) {
     int stage = 0, phase = 0;
     for (int t = blockIdx.x / kCluster; t < products.num_tiles; t += gridDim.x / kCluster) {
         const Tile tile = find_tile(products, t);
         const Product& p = *tile.product;
-        const int m = (tile.row_pair * kCluster + rank) * kTileM, n = tile.column * kTileN;
-        for (int k = 0; k < p.k; k += kTileK) {
+        const bool on_diagonal = is_on_diagonal(tile);
+        const int k_tiles = (p.k + kTileK - 1) / kTileK, n = tile.column * kTileN;
+        const int a_tiles = tiles_along_k(p.a_lower, p.a_rows, tile.row_pair, k_tiles);
+        const int b_tiles = tiles_along_k(p.b_lower, p.b_rows, tile.column, k_tiles);
+        int m[kConsumers];
+        for (int i = 0; i < kConsumers; ++i)
+            m[i] = tile.row_pair * kCluster * kTileM + 64 * block_row(on_diagonal, rank, i);
+        for (int i = 0; i < k_tiles; ++i) {
+            const int k = i * kTileK;
             barrier_wait(&shared.empty[stage], phase ^ 1);
             uint64_t* full = &shared.full[stage];
             barrier_expect_bytes(full, kBytesA + kBytesB);
-            unsigned char *a = shared.a[stage], *b = shared.b[stage];
-            if constexpr (kRowsA) {
-                tensor_load(a, &p.a, full, k, m, tile.batch);
-            } else {
-                for (int i = 0; i < 2; ++i)
-                    tensor_load(a + i * kBlockBytes, &p.a, full, m + 64 * i, k, tile.batch);
+            for (int j = 0; j < kConsumers; ++j) {
+                unsigned char* a = shared.a[stage] + j * kBlockBytes;
+                if (i < a_tiles) tensor_load(a, &p.a, full, k, m[j], tile.batch);
+                else tensor_load(a, &p.a, full, m[j], k, tile.batch);
             }
-            if constexpr (kRowsB) {
-                tensor_load_multicast(b + rank * (kBytesB / 2), &p.b, full, 3, k, n + 128 * rank,
-                                      tile.batch);
-            } else {
-                for (int i = 2 * rank; i < 2 * rank + 2; ++i)
-                    tensor_load_multicast(b + i * kBlockBytes, &p.b, full, 3, n + 64 * i, k,
-                                          tile.batch);
+            for (int j = 2 * rank; j < 2 * rank + 2; ++j) {
+                unsigned char* b = shared.b[stage] + j * kBlockBytes;
+                if (i < b_tiles) tensor_load_multicast(b, &p.b, full, 3, k, n + 64 * j, tile.batch);
+                else tensor_load_multicast(b, &p.b, full, 3, n + 64 * j, k, tile.batch);
             }
             if (++stage == kStages) stage = 0, phase ^= 1;
         }
@@ -106,7 +127,7 @@ __device__ void produce(const Products& products, Shared& shared, int rank) {
             barrier_expect_bytes(&shared.full[stage], kBytesB);
             for (int i = 0; i < 4; ++i)
                 tensor_load(shared.b[stage] + i * kBlockBytes, &p.c, &shared.full[stage],
-                            n + 128 * half + 64 * (i / 2), m + 64 * (i % 2), tile.batch);
+                            n + 128 * half + 64 * (i / 2), m[i % 2], tile.batch);
             if (++stage == kStages) stage = 0, phase ^= 1;
         }
     }
@@ -117,11 +138,12 @@ __device__ __forceinline__ void release(Shared& shared, int stage) {
     if (lane < kCluster) barrier_arrive_at(&shared.empty[stage], lane);
 }
 
-template <bool kRowsA, bool kRowsB>
-__device__ __forceinline__ void multiply(float (&acc)[128], Shared& shared, int group, int k_tiles,
-                                         int& stage, int& phase) {
+// acc (+)= a b over k tiles `first` to `end`, of 64 kBlocks columns
+template <bool kRowsA, bool kRowsB, int kBlocks>
+__device__ __forceinline__ void multiply(float (&acc)[128], Shared& shared, int group, int first,
+                                         int end, int& stage, int& phase) {
     int previous = -1;
-    for (int i = 0; i < k_tiles; ++i) {
+    for (int i = first; i < end; ++i) {
         barrier_wait(&shared.full[stage], phase);
         const uint32_t a = shared_address(shared.a[stage]) + group * kBlockBytes;
         const uint32_t b = shared_address(shared.b[stage]);
@@ -131,7 +153,11 @@ __device__ __forceinline__ void multiply(float (&acc)[128], Shared& shared, int 
             // 16 elements on: 32 bytes inside the swizzle, or 16 rows of 128 bytes
             const uint64_t da = operand(a + k * (kRowsA ? 32 : 2048), kBlockBytes, 1024);
             const uint64_t db = operand(b + k * (kRowsB ? 32 : 2048), kBlockBytes, 1024);
-            wgmma_n256<!kRowsA, !kRowsB>(acc, da, db, i > 0 || k > 0);
+            const int accumulate = i > 0 || k > 0;
+            if constexpr (kBlocks == 1) wgmma_n64<!kRowsA, !kRowsB>(acc, da, db, accumulate);
+            if constexpr (kBlocks == 2) wgmma_n128<!kRowsA, !kRowsB>(acc, da, db, accumulate);
+            if constexpr (kBlocks == 3) wgmma_n192<!kRowsA, !kRowsB>(acc, da, db, accumulate);
+            if constexpr (kBlocks == 4) wgmma_n256<!kRowsA, !kRowsB>(acc, da, db, accumulate);
         }
         wgmma_commit();
         wgmma_wait<1>();
@@ -141,6 +167,18 @@ __device__ __forceinline__ void multiply(float (&acc)[128], Shared& shared, int 
     }
     wgmma_wait<0>();
     release(shared, previous);
+}
+
+// On a tile of the diagonal both operands change their direction at the same k.
+template <bool kRows>
+__device__ __forceinline__ void multiply_diagonal(float (&acc)[128], Shared& shared, int group,
+                                                  int blocks, int first, int end, int& stage,
+                                                  int& phase) {
+    if (first >= end) return;
+    if (blocks == 1) multiply<kRows, kRows, 1>(acc, shared, group, first, end, stage, phase);
+    else if (blocks == 2) multiply<kRows, kRows, 2>(acc, shared, group, first, end, stage, phase);
+    else if (blocks == 3) multiply<kRows, kRows, 3>(acc, shared, group, first, end, stage, phase);
+    else multiply<kRows, kRows, 4>(acc, shared, group, first, end, stage, phase);
 }
 
 // alpha * acc + beta * c + diagonal * I of a 64 x 64 block, rounded and packed as stmatrix wants it.
@@ -171,25 +209,24 @@ __device__ __forceinline__ void finish_block(uint32_t (&packed)[8][2], const flo
     }
 }
 
-// One warpgroup's stores of 64 x 64 blocks, through two shared-memory buffers in turn.
+// One warpgroup's stores of 64 x 64 blocks, one after the other through one buffer.
 struct Storer {
-    unsigned char (*staging)[kBlockBytes];
-    int barrier, thread, buffer;
+    unsigned char* staging;
+    int barrier, thread;
 
-    __device__ __forceinline__ uint32_t begin() {
-        if (thread == 0) tensor_store_wait_read<1>();  // the other buffer may still be read
+    __device__ __forceinline__ uint32_t begin() const {
+        if (thread == 0) tensor_store_wait_read<0>();  // the block before has left the buffer
         named_barrier(barrier, 128);
-        return shared_address(staging[buffer]);
+        return shared_address(staging);
     }
 
-    __device__ __forceinline__ void end(const Product& p, int batch, int row, int column) {
+    __device__ __forceinline__ void end(const Product& p, int batch, int row, int column) const {
         fence_async_proxy();
         named_barrier(barrier, 128);
         if (thread == 0) {
-            tensor_store(&p.out, staging[buffer], column, row, batch);
+            tensor_store(&p.out, staging, column, row, batch);
             tensor_store_commit();
         }
-        buffer ^= 1;
     }
 
     // The four 8 x 8 blocks at rows 0 and 8 of the warp and columns 8 j and 8 j + 8 are a stmatrix;
@@ -226,33 +263,49 @@ struct Storer {
     }
 
     __device__ __forceinline__ void store(const uint32_t (&packed)[8][2], const Product& p,
-                                          int batch, int row, int column) {
+                                          int batch, int row, int column,
+                                          bool mirror) const {
         const uint32_t target = begin();
         if (p.is_symmetric && row == column)
             write_symmetric(target, packed);
         else
             write<false>(target, packed);
         end(p, batch, row, column);
-        if (p.is_symmetric && row != column) {
+        if (mirror && row != column) {
             write<true>(begin(), packed);
             end(p, batch, column, row);
         }
     }
 };
 
-template <bool kRowsA, bool kRowsB>
 __device__ void consume(const Products& products, Shared& shared, int rank, int group) {
-    Storer storer{shared.staging[group], 1 + group, int(threadIdx.x % 128), 0};
+    const Storer storer{shared.staging[group], 1 + group, int(threadIdx.x % 128)};
     int stage = 0, phase = 0;
     for (int t = blockIdx.x / kCluster; t < products.num_tiles; t += gridDim.x / kCluster) {
         const Tile tile = find_tile(products, t);
         const Product& p = *tile.product;
-        const int row = (tile.row_pair * kCluster + rank) * kTileM + group * 64;
+        const bool on_diagonal = is_on_diagonal(tile);
+        const int block = block_row(on_diagonal, rank, group);
+        const int row = tile.row_pair * kCluster * kTileM + 64 * block;
         const int column = tile.column * kTileN;
         const float alpha = p.scale == nullptr ? p.alpha : p.alpha * p.scale[tile.batch];
         const int k_tiles = (p.k + kTileK - 1) / kTileK;
+        const int a_tiles = tiles_along_k(p.a_lower, p.a_rows, tile.row_pair, k_tiles);
+        const int b_tiles = tiles_along_k(p.b_lower, p.b_rows, tile.column, k_tiles);
         float acc[128];
-        multiply<kRowsA, kRowsB>(acc, shared, group, k_tiles, stage, phase);
+        if (on_diagonal && a_tiles == b_tiles) {
+            multiply_diagonal<true>(acc, shared, group, block + 1, 0, a_tiles, stage, phase);
+            multiply_diagonal<false>(acc, shared, group, block + 1, a_tiles, k_tiles, stage, phase);
+        } else {
+            const int both = min(a_tiles, b_tiles), either = max(a_tiles, b_tiles);
+            if (both > 0) multiply<true, true, 4>(acc, shared, group, 0, both, stage, phase);
+            if (a_tiles > both)
+                multiply<true, false, 4>(acc, shared, group, both, either, stage, phase);
+            else if (b_tiles > both)
+                multiply<false, true, 4>(acc, shared, group, both, either, stage, phase);
+            if (k_tiles > either)
+                multiply<false, false, 4>(acc, shared, group, either, k_tiles, stage, phase);
+        }
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
             const int c = column + 64 * s;
@@ -267,12 +320,12 @@ __device__ void consume(const Products& products, Shared& shared, int rank, int 
                 if (++stage == kStages) stage = 0, phase ^= 1;
             }
             if (row < p.m && c < p.n && !(p.is_symmetric && c > row))
-                storer.store(packed, p, tile.batch, row, c);
+                storer.store(packed, p, tile.batch, row, c,
+                             p.is_symmetric && (on_diagonal || !p.out_lower));
         }
     }
 }
 
-template <bool kRowsA, bool kRowsB>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     products_kernel(const __grid_constant__ Products products) {
     extern __shared__ unsigned char raw[];
@@ -289,10 +342,10 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     cluster_sync();
     if (threadIdx.x < 128) {
         give_registers<40>();
-        if (threadIdx.x == 0) produce<kRowsA, kRowsB>(products, shared, rank);
+        if (threadIdx.x == 0) produce(products, shared, rank);
     } else {
         take_registers<232>();
-        consume<kRowsA, kRowsB>(products, shared, rank, threadIdx.x / 128 - 1);
+        consume(products, shared, rank, threadIdx.x / 128 - 1);
         if (threadIdx.x % 128 == 0) tensor_store_wait_read<0>();
     }
     __syncwarp();
@@ -301,30 +354,12 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
 
 // ---- host -----------------------------------------------------------------------------------------
 
-// 128 rows of `a` (columns of `b`) and 64 of k, whose unit stride is along k or along those rows
-int encode_operand(CUtensorMap* map, const void* data, long batch, long size, long k,
-                   long batch_stride, long stride, bool along_k) {
-    if (along_k) return encode(map, data, batch, size, k, batch_stride, stride, 128);
-    return encode(map, data, batch, k, size, batch_stride, stride, kTileK);
-}
-
-template <bool kRowsA, bool kRowsB>
-int launch(const Products& products, int blocks, cudaStream_t stream) {
-    auto* kernel = products_kernel<kRowsA, kRowsB>;
-    const int bytes = sizeof(Shared) + 1024;
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    kernel<<<blocks, kThreads, bytes, stream>>>(products);
-    return cudaGetLastError();
-}
-
 }  // namespace
 
 extern "C" {
 
-// One product as kernels/batched_products_sm90.py lays it out. Strides in elements; `a` has unit
-// stride along k (a_rows) or m, `b` along k (b_rows) or n, `out` and `c` along n.
+// One product as kernels/batched_products_sm90.py lays it out. Strides in elements, the unit one
+// left out: that of `a` is along k (a_rows) or m, of `b` along k (b_rows) or n, of the others along n.
 struct ProductArguments {
     const void *a, *b, *c;
     void* out;
@@ -332,29 +367,34 @@ struct ProductArguments {
     long batch, m, n, k;
     long a_batch, a_stride, b_batch, b_stride, c_batch, c_stride, out_batch, out_stride;
     float alpha, beta, diagonal;
-    int is_symmetric, is_bfloat16;
+    int is_symmetric, is_bfloat16, a_rows, b_rows, a_lower, b_lower, out_lower;
 };
+
+static int encode_product(Product& p, const ProductArguments& x) {
+    int error = x.a_rows ? encode(&p.a, x.a, x.batch, x.m, x.k, x.a_batch, x.a_stride, 64)
+                         : encode(&p.a, x.a, x.batch, x.k, x.m, x.a_batch, x.a_stride, 64);
+    if (error == 0)
+        error = x.b_rows ? encode(&p.b, x.b, x.batch, x.n, x.k, x.b_batch, x.b_stride, 64)
+                         : encode(&p.b, x.b, x.batch, x.k, x.n, x.b_batch, x.b_stride, 64);
+    if (error == 0 && x.beta != 0.0f)
+        error = encode(&p.c, x.c, x.batch, x.m, x.n, x.c_batch, x.c_stride, 64);
+    if (error == 0) error = encode(&p.out, x.out, x.batch, x.m, x.n, x.out_batch, x.out_stride, 64);
+    return error;
+}
 
 int megacomposer_max_products() { return kMaxProducts; }
 
-// Launches up to `megacomposer_max_products()` products whose operands share one layout on at most
-// `blocks` multiprocessors (rounded down to even). Returns 0, a cudaError_t, or -1 without a driver.
-int megacomposer_run_products(const ProductArguments* arguments, int count, int a_rows, int b_rows,
-                              int blocks, void* stream) {
+// Launches up to `megacomposer_max_products()` products on at most `blocks` multiprocessors (rounded
+// down to even). Returns 0, a cudaError_t, or -1 without a driver.
+int megacomposer_run_products(const ProductArguments* arguments, int count, int blocks,
+                              void* stream) {
     if (encode_tiled() == nullptr) return -1;
     Products products{};
     int tiles = 0;
     for (int i = 0; i < count; ++i) {
         const ProductArguments& x = arguments[i];
         Product& p = products.items[i];
-        int error = encode_operand(&p.a, x.a, x.batch, x.m, x.k, x.a_batch, x.a_stride, a_rows);
-        if (error == 0)
-            error = encode_operand(&p.b, x.b, x.batch, x.n, x.k, x.b_batch, x.b_stride, b_rows);
-        if (error == 0 && x.beta != 0.0f)
-            error = encode(&p.c, x.c, x.batch, x.m, x.n, x.c_batch, x.c_stride, 64);
-        if (error == 0)
-            error = encode(&p.out, x.out, x.batch, x.m, x.n, x.out_batch, x.out_stride, 64);
-        if (error != 0) return error;
+        if (const int error = encode_product(p, x)) return error;
         p.scale = x.scale;
         p.alpha = x.alpha;
         p.beta = x.beta;
@@ -366,6 +406,11 @@ int megacomposer_run_products(const ProductArguments* arguments, int count, int 
         p.columns = int((x.n + kTileN - 1) / kTileN);
         p.is_symmetric = x.is_symmetric;
         p.is_bfloat16 = x.is_bfloat16;
+        p.a_rows = x.a_rows;
+        p.b_rows = x.b_rows;
+        p.a_lower = x.a_lower;
+        p.b_lower = x.b_lower;
+        p.out_lower = x.out_lower;
         p.tiles_per_matrix =
             p.is_symmetric ? p.row_pairs * (p.row_pairs + 1) / 2 : p.row_pairs * p.columns;
         p.first_tile = tiles;
@@ -373,10 +418,13 @@ int megacomposer_run_products(const ProductArguments* arguments, int count, int 
     }
     products.count = count;
     products.num_tiles = tiles;
+    const int bytes = sizeof(Shared) + 1024;
+    const cudaError_t error = cudaFuncSetAttribute(
+        products_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
     const int clusters = blocks / kCluster < tiles ? blocks / kCluster : tiles;
-    auto* on = static_cast<cudaStream_t>(stream);
-    if (a_rows && b_rows) return launch<true, true>(products, clusters * kCluster, on);
-    if (a_rows) return launch<true, false>(products, clusters * kCluster, on);
-    return launch<false, false>(products, clusters * kCluster, on);
+    products_kernel<<<clusters * kCluster, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(
+        products);
+    return cudaGetLastError();
 }
 }

@@ -13,6 +13,7 @@
 // C ABI at the end of the file; kernels/newton_schulz_small.py calls it.
 
 #include <cuda_runtime.h>
+#include <type_traits>
 
 #include "sm90.cuh"
 #include "tensor_map.cuh"
@@ -23,9 +24,13 @@ using namespace sm90;
 
 constexpr int kChunkColumns = 1792;
 constexpr int kMaxSteps = 16;
+constexpr int kApplyStages = 3;  // two blocks a multiprocessor for m <= 128
 
 template <int kM>
 constexpr int kPanelBytes = kM * 128;  // kM rows of 64 elements
+
+template <int kN>
+using Width = std::integral_constant<int, kN>;
 
 // acc (64 rows of a warpgroup x kN) += or = one step of 16 of k
 template <int kN, int kTransposeA, int kTransposeB>
@@ -35,21 +40,34 @@ __device__ __forceinline__ void wgmma(float* acc, uint64_t a, uint64_t b, int ac
     if constexpr (kN == 192) wgmma_n192<kTransposeA, kTransposeB>(acc, a, b, accumulate);
 }
 
-// acc += P P^T of a panel P (kM x 64) in shared memory; the warpgroup's rows start at 64 * group
-template <int kM>
+// acc += kN columns of P P^T, P a panel (kM x 64) in shared memory, for the warpgroup's 64 rows
+template <int kN>
 __device__ __forceinline__ void add_gram(float* acc, uint32_t panel, int group, bool accumulate) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        wgmma<kM, 0, 0>(acc, operand(panel + group * 8192 + k * 32, 0, 1024),
+        wgmma<kN, 0, 0>(acc, operand(panel + group * 8192 + k * 32, 0, 1024),
                         operand(panel + k * 32, 0, 1024), accumulate || k > 0);
 }
 
-// the accumulators as float32 [kM, kM], row-major
-template <int kM>
+// Calls `run` with the number of columns up to the diagonal of a warpgroup's 64 rows, as a constant:
+// wgmma is serialised where the branch is anywhere but around all of it.
+template <int kM, typename Run>
+__device__ __forceinline__ void up_to_diagonal(int group, Run run) {
+    if constexpr (kM == 64) {
+        run(Width<64>{});
+    } else {
+        if (group == 0) run(Width<64>{});
+        else if (kM == 128 || group == 1) run(Width<128>{});
+        else if constexpr (kM == 192) run(Width<192>{});
+    }
+}
+
+// the accumulators as kN columns of float32 [kM, kM], row-major
+template <int kM, int kN>
 __device__ __forceinline__ void store_partial(const float* acc, float* target) {
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < kM / 8; ++j)
+    for (int j = 0; j < kN / 8; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             *reinterpret_cast<float2*>(target + (row + 8 * h) * kM + column + 8 * j) =
@@ -82,17 +100,21 @@ __global__ void __launch_bounds__(2 * kM + 32)
         }
         return;
     }
-    float acc[kM / 2];
-    for (int i = 0; i < panels; ++i) {
-        barrier_wait(&full[i % kStages], i / kStages % 2);
-        wgmma_fence();
-        add_gram<kM>(acc, shared_address(shared) + i % kStages * kPanelBytes<kM>, group, i > 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(&empty[(i - 1) % kStages]);
-    }
-    wgmma_wait<0>();
-    store_partial<kM>(acc, partial + (long(blockIdx.y) * gridDim.x + blockIdx.x) * kM * kM);
+    up_to_diagonal<kM>(group, [&](auto width) {
+        constexpr int kN = decltype(width)::value;
+        float acc[kN / 2];
+        for (int i = 0; i < panels; ++i) {
+            barrier_wait(&full[i % kStages], i / kStages % 2);
+            wgmma_fence();
+            add_gram<kN>(acc, shared_address(shared) + i % kStages * kPanelBytes<kM>, group, i > 0);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(&empty[(i - 1) % kStages]);
+        }
+        wgmma_wait<0>();
+        store_partial<kM, kN>(
+            acc, partial + (long(blockIdx.y) * gridDim.x + blockIdx.x) * kM * kM);
+    });
 }
 
 // ---- from R to Q ----------------------------------------------------------------------------------
@@ -113,17 +135,20 @@ struct Square {
                column % 8 * 2;
     }
 
-    // 64 rows of this matrix times `other`; both are symmetric
+    // 64 rows, up to the diagonal, of this matrix times `other`; both are symmetric
     __device__ __forceinline__ void times(float* acc, Square other, int group) const {
-        wgmma_fence();
+        up_to_diagonal<kM>(group, [&](auto width) {
+            constexpr int kN = decltype(width)::value;
+            wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kM; k += 16) {
-            const uint32_t offset = k / 64 * kPanelBytes<kM> + k % 64 * 2;
-            wgmma<kM, 0, 0>(acc, operand(base + offset + group * 8192, 0, 1024),
-                            operand(other.base + offset, 0, 1024), k > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
+            for (int k = 0; k < kM; k += 16) {
+                const uint32_t offset = k / 64 * kPanelBytes<kM> + k % 64 * 2;
+                wgmma<kN, 0, 0>(acc, operand(base + offset + group * 8192, 0, 1024),
+                                operand(other.base + offset, 0, 1024), k > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+        });
     }
 
     // The blocks of 64 columns on and below the diagonal, and their mirror image: products of
@@ -145,16 +170,30 @@ struct Square {
                                    values[3]);
             }
         }
+        // the warp's 16 rows of the block on the diagonal: 16 x 16 blocks left of it, then itself
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < 8; j += 2) {
+            if (j / 2 < warp % 4) {
+                uint32_t values[4];
 #pragma unroll
-            for (int h = 0; h < 4; ++h) {
-                const int row = warp * 16 + lane / 4 + 8 * (h / 2);
-                const int column = 64 * group + 8 * j + lane % 4 * 2 + h % 2;
-                if (row < column) continue;
-                const uint16_t value = select(packed, group, j, h / 2) >> (16 * (h % 2));
-                store_shared(at(row, column), value);
-                store_shared(at(column, row), value);
+                for (int i = 0; i < 4; ++i) values[i] = select(packed, group, j + i / 2, i % 2);
+                const int inner = warp * 16 + 8 * (block & 1);
+                const int outer = 64 * group + 8 * (j + (block >> 1));
+                store_blocks<false>(at(inner + in_block, outer), values[0], values[1], values[2],
+                                    values[3]);
+                store_blocks<true>(at(outer + in_block, inner), values[0], values[1], values[2],
+                                   values[3]);
+            } else if (j / 2 == warp % 4) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const int row = warp * 16 + lane / 4 + 8 * (i / 2 % 2);
+                    const int column = 64 * group + 8 * (j + i / 4) + lane % 4 * 2 + i % 2;
+                    if (row < column) continue;
+                    const uint16_t value =
+                        select(packed, group, j + i / 4, i / 2 % 2) >> (16 * (i % 2));
+                    store_shared(at(row, column), value);
+                    store_shared(at(column, row), value);
+                }
             }
         }
     }
@@ -182,9 +221,62 @@ __device__ __forceinline__ void pack(uint32_t (&packed)[kM / 8][2], const float*
         packed[i / 2][i % 2] = pack_halves(acc[2 * i], acc[2 * i + 1], false);
 }
 
+// The sum of `value` over the block, added in one order. Ends with a barrier.
+template <int kThreads>
+__device__ __forceinline__ float block_sum(float value) {
+    __shared__ float sums[kThreads / 32];
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) value += __shfl_xor_sync(~0u, value, i);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    float sum = 0.0f;
+    for (int i = 0; i < kThreads / 32; ++i) sum += sums[i];
+    return sum;
+}
+
+// R times `gram_scale` from its partial sums, up to the diagonal. Where R is that of the input
+// (`margin` > 0) it is divided by the square of X's norm times `margin`, taken from its trace, and
+// `scale` receives what does the same to X; at a restart X has that norm already.
+template <int kM>
+__device__ __forceinline__ void load_gram(uint32_t (&packed)[kM / 8][2], const float* partial,
+                                          int chunks, int group, float margin, float gram_scale,
+                                          float* scale) {
+    float alpha = gram_scale;
+    if (margin > 0.0f) {
+        float diagonal = 0.0f;
+        for (int i = 0; i < chunks && threadIdx.x < kM; ++i)
+            diagonal += partial[i * kM * kM + threadIdx.x * (kM + 1)];
+        // the smallest positive norm of a float16 matrix is 2^-24
+        const float norm = fmaxf(sqrtf(block_sum<2 * kM>(diagonal)), 0x1p-24f) * margin;
+        alpha = alpha / norm / norm;
+        if (threadIdx.x == 0) *scale = 1.0f / norm;
+    }
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    partial += row * kM + column;
+#pragma unroll
+    for (int s = 0; s < kM / 64; ++s) {
+        if (s > group) continue;
+        float2 sums[8][2];
+        for (int i = 0; i < chunks; ++i) {
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {  // 16 loads are in flight together
+                const int at = i * kM * kM + 8 * (j % 2 * kM + 8 * s + j / 2);
+                const float2 value = *reinterpret_cast<const float2*>(partial + at);
+                float2& sum = sums[j / 2][j % 2];
+                sum = i == 0 ? value : make_float2(sum.x + value.x, sum.y + value.y);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const float2 sum = sums[j / 2][j % 2];
+            packed[8 * s + j / 2][j % 2] = pack_halves(alpha * sum.x, alpha * sum.y, false);
+        }
+    }
+}
+
 template <int kM>
 __global__ void __launch_bounds__(2 * kM)
-    chain_kernel(const float* partial, int chunks, const float* scale, bool scale_squared,
+    chain_kernel(const float* partial, int chunks, float margin, float* scale,
                  const __grid_constant__ Segment segment, __half* result) {
     extern __shared__ __align__(1024) unsigned char shared[];
     constexpr int kBytes = kM * kM * 2;
@@ -195,22 +287,8 @@ __global__ void __launch_bounds__(2 * kM)
     float acc[kM / 2];
     uint32_t packed[kM / 8][2];
 
-    float alpha = segment.gram_scale;
-    if (scale_squared) alpha *= scale[blockIdx.x] * scale[blockIdx.x];
-#pragma unroll
-    for (int j = 0; j < kM / 8; ++j) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float* source =
-                partial + long(blockIdx.x) * chunks * kM * kM + (row + 8 * h) * kM + column + 8 * j;
-            float2 sum = make_float2(0.0f, 0.0f);
-            for (int i = 0; i < chunks; ++i) {
-                const float2 value = *reinterpret_cast<const float2*>(source + long(i) * kM * kM);
-                sum.x += value.x, sum.y += value.y;
-            }
-            packed[j][h] = pack_halves(alpha * sum.x, alpha * sum.y, false);
-        }
-    }
+    load_gram<kM>(packed, partial + long(blockIdx.x) * chunks * kM * kM, chunks, group, margin,
+                  segment.gram_scale, scale + blockIdx.x);
     r.write_symmetric(packed, group);
     publish();
     for (int i = 0; i < segment.steps; ++i) {
@@ -220,6 +298,7 @@ __global__ void __launch_bounds__(2 * kM)
         r.times(acc, r, group);
 #pragma unroll
         for (int j = 0; j < kM / 8; ++j) {
+            if (j / 8 > group) continue;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const uint32_t bits = load_shared(r.at(row + 8 * h, column + 8 * j));
@@ -270,9 +349,9 @@ struct ApplyArguments {
 };
 
 template <int kM>
-__global__ void __launch_bounds__(2 * kM, 1)
+__global__ void __launch_bounds__(2 * kM, kM == 192 ? 1 : 2)
     apply_kernel(const __grid_constant__ ApplyArguments x) {
-    constexpr int kStages = kM == 192 ? 3 : 4;
+    constexpr int kStages = kApplyStages;
     constexpr int kPanel = kPanelBytes<kM>;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ uint64_t full[kStages], q_full;
@@ -353,7 +432,7 @@ __global__ void __launch_bounds__(2 * kM, 1)
     }
     wgmma_wait<0>();
     if (x.partial != nullptr)
-        store_partial<kM>(sums,
+        store_partial<kM, kM>(sums,
                           x.partial + (long(blockIdx.y) * gridDim.x + blockIdx.x) * kM * kM);
     if (threadIdx.x == 0) tensor_store_wait_read<0>();
 }
@@ -370,10 +449,10 @@ extern "C" {
 struct SmallArguments {
     const void* x;        // float16 [batch, m, n], unit stride along n
     void *next, *out;     // next: as x, contiguous, for X after a restart; out: the result
-    const float* scale;   // float32 [batch]: what brings x to its starting norm
+    float* scale;         // float32 [batch], written: what brings x to its starting norm
     void *partial, *q;    // float32 [batch, chunks, kM, kM], float16 [batch, kM, kM]
     long batch, m, n, x_batch, x_row;
-    float gain, gram_scale;
+    float gain, gram_scale, margin;  // the starting norm is 1 / margin
     int out_is_transposed, out_is_bfloat16;
     int num_segments, segment_steps[kMaxSteps];  // a restart between segments
     float triples[3 * kMaxSteps];                // a, b, c of each step
@@ -389,7 +468,7 @@ template <int kM>
 int run_small(const SmallArguments& x, cudaStream_t stream) {
     constexpr int kPanel = kPanelBytes<kM>;
     constexpr int kGramBytes = (kM == 192 ? 4 : 6) * kPanel, kChainBytes = 3 * kM * kM * 2;
-    constexpr int kApplyBytes = (kM / 64 + (kM == 192 ? 3 : 4) + 2) * kPanel;
+    constexpr int kApplyBytes = (kM / 64 + kApplyStages + 2) * kPanel;
     int error = allow_shared(gram_kernel<kM>, kGramBytes);
     if (error == 0) error = allow_shared(chain_kernel<kM>, kChainBytes);
     if (error == 0) error = allow_shared(apply_kernel<kM>, kApplyBytes);
@@ -416,7 +495,7 @@ int run_small(const SmallArguments& x, cudaStream_t stream) {
         for (int i = 0; i < segment.steps; ++i, triple += 3)
             segment.a[i] = triple[0], segment.b[i] = triple[1], segment.c[i] = triple[2];
         chain_kernel<kM><<<unsigned(x.batch), 2 * kM, kChainBytes, stream>>>(
-            partial, chunks, x.scale, is_first, segment, static_cast<__half*>(x.q));
+            partial, chunks, is_first ? x.margin : 0.0f, x.scale, segment, static_cast<__half*>(x.q));
         ApplyArguments apply{};
         apply.q = q;
         apply.x = is_first ? input : next;

@@ -36,6 +36,12 @@ class Product:
     symmetric: bool = False
     """M == N and the exact result is symmetric: one triangle may be computed and mirrored, and what
     is stored is exactly symmetric. `c`, if any, must be symmetric too."""
+    lower_a: bool = False
+    """`a` is symmetric, with unit stride along rows, and only its blocks of 256 x 256 on and below
+    the diagonal are there; the others are never read. These three need `takes_lower`."""
+    lower_b: bool = False
+    lower_out: bool = False
+    """With `symmetric`: only such blocks are written."""
 
     def __post_init__(self) -> None:
         batch, m, k = self.a.shape
@@ -46,6 +52,7 @@ class Product:
         assert self.c is not None or self.beta == 0.0
         assert self.c is None or (self.c.shape, self.c.dtype) == (self.out.shape, self.a.dtype)
         assert not self.symmetric or m == n, (m, n)
+        assert self.symmetric or not self.lower_out
 
     def transposed(self) -> Product:
         """The same product written as out^T = b^T a^T."""
@@ -53,6 +60,8 @@ class Product:
             self,
             a=self.b.mT,
             b=self.a.mT,
+            lower_a=self.lower_b,
+            lower_b=self.lower_a,
             out=self.out.mT,
             c=None if self.c is None else self.c.mT,
         )
@@ -72,7 +81,9 @@ def run_products(products: Sequence[Product], *, reserved_sms: int = 0) -> None:
             from .batched_products_sm90 import run_products_sm90
 
             run_products_sm90(chosen, reserved_sms=reserved_sms)
-        elif backend == "triton":
+            continue
+        assert not any(p.lower_a or p.lower_b or p.lower_out for p in chosen), backend
+        if backend == "triton":
             from .batched_products_triton import run_products_triton
 
             run_products_triton(chosen, reserved_sms=reserved_sms)

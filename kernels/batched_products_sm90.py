@@ -23,39 +23,31 @@ class _Arguments(ctypes.Structure):
             for stride in ("batch", "stride")
         ),
         *((name, ctypes.c_float) for name in ("alpha", "beta", "diagonal")),
-        *((name, ctypes.c_int) for name in ("is_symmetric", "is_bfloat16")),
+        *((name, ctypes.c_int) for name in ("is_symmetric", "is_bfloat16", "a_rows", "b_rows")),
+        *((name, ctypes.c_int) for name in ("a_lower", "b_lower", "out_lower")),
     )
 
 
 def run_products_sm90(products: Sequence[Product], *, reserved_sms: int = 0) -> None:
-    """Products of float16 operands with `out` along rows, in one launch for each operand layout.
+    """Products of float16 operands with `out` along rows, in one launch for each 16 or so.
 
     `reserved_sms` multiprocessors are left to other streams, such as a collective's. Raises
     ValueError if no pair is left.
     """
     if reserved_sms + 2 > sm90.multiprocessors(products[0].a.device):
         raise ValueError(f"reserved_sms={reserved_sms} leaves no pair of multiprocessors")
-    by_layout: dict[tuple[bool, bool], list[Product]] = {}
-    for product in products:
-        layout = (product.a.stride(-1) == 1, product.b.stride(-2) == 1)
-        by_layout.setdefault(layout, []).append(product)
     limit = sm90.library().megacomposer_max_products()
-    for (a_rows, b_rows), same in by_layout.items():
-        for start in range(0, len(same), limit):
-            _launch(same[start : start + limit], a_rows, b_rows, reserved_sms)
+    for start in range(0, len(products), limit):
+        _launch(products[start : start + limit], reserved_sms)
 
 
-def _launch(products: list[Product], a_rows: bool, b_rows: bool, reserved_sms: int) -> None:
+def _launch(products: Sequence[Product], reserved_sms: int) -> None:
     device = products[0].a.device
-    arguments = (_Arguments * len(products))(
-        *(_arguments(product, a_rows, b_rows) for product in products)
-    )
+    arguments = (_Arguments * len(products))(*(_arguments(product) for product in products))
     with torch.cuda.device(device):
         error = sm90.library().megacomposer_run_products(
             arguments,
             len(products),
-            a_rows,
-            b_rows,
             sm90.multiprocessors(device) - reserved_sms,
             sm90.current_stream(device),
         )
@@ -64,8 +56,9 @@ def _launch(products: list[Product], a_rows: bool, b_rows: bool, reserved_sms: i
         sm90.check(error, f"batched products {shapes}")
 
 
-def _arguments(product: Product, a_rows: bool, b_rows: bool) -> _Arguments:
+def _arguments(product: Product) -> _Arguments:
     a, b, c, out, scale = product.a, product.b, product.c, product.out, product.matrix_scale
+    a_rows, b_rows = a.stride(-1) == 1, b.stride(-2) == 1
     c_strides = (0, 0) if c is None else (_batch_stride(c), c.stride(1))
     return _Arguments(
         a.data_ptr(),
@@ -89,6 +82,11 @@ def _arguments(product: Product, a_rows: bool, b_rows: bool) -> _Arguments:
         product.diagonal,
         product.symmetric,
         out.dtype == torch.bfloat16,
+        a_rows,
+        b_rows,
+        product.lower_a,
+        product.lower_b,
+        product.lower_out,
     )
 
 

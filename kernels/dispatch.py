@@ -64,7 +64,8 @@ class TritonLimits:
         return None
 
 
-_HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+_HALF = (torch.bfloat16, torch.float16)
+_HALF_AND_SINGLE = (*_HALF, torch.float32)
 _ANY_SIZE = 2**63 - 1
 
 # None: the op has no Triton kernel.
@@ -114,12 +115,20 @@ def choose_products(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> str:
     chosen = choose("batched_products", a)
     if not use_sm90(a):
         return "torch" if chosen == "reference" else chosen
-    takes = (
-        out.dtype in (torch.float16, torch.bfloat16)
-        and all(rows_are_aligned(tensor) for tensor in (a, b, out))
-        and (a.stride(-1) == 1 or b.stride(-1) == 1)
-    )
+    takes = out.dtype in _HALF and all(rows_are_aligned(tensor) for tensor in (a, b, out))
     return "sm90" if takes else "triton"
+
+
+def takes_lower(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether every product of Newton-Schulz from x [B, m, n] to `out` runs in the CUDA C++ kernel,
+    so that its m x m matrices may lack what is above the diagonal."""
+    return (
+        use_sm90(x)
+        and out.dtype in _HALF
+        and all(size % 8 == 0 for size in x.shape[-2:])
+        and rows_are_aligned(x)
+        and rows_are_aligned(out)
+    )
 
 
 def use_sm90(x: torch.Tensor) -> bool:

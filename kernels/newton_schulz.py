@@ -26,6 +26,7 @@ import torch
 
 from . import newton_schulz_small
 from .batched_products import Product, run_products
+from .dispatch import takes_lower
 from .newton_schulz_input import frobenius_norm, power_of_two_scale, scaled_cast
 
 __all__ = [
@@ -201,15 +202,16 @@ def orthogonalize_grouped(
     ]
     run = functools.partial(run_products, reserved_sms=reserved_sms)
     for group in _passes(pieces):
-        stacks = [
-            _prepare(x, out, gain, compute_dtype, _margin(coefficients)) for x, out, gain in group
-        ]
-        if form == "standard" or (form == "auto" and stacks[0].x.dtype == torch.bfloat16):
+        stacks = [_prepare(x, out, gain, compute_dtype) for x, out, gain in group]
+        dtype, margin = stacks[0].x.dtype, _margin(coefficients)
+        if form == "standard" or (form == "auto" and dtype == torch.bfloat16):
+            _set_start(stacks, margin)
             _standard_form(stacks, triples, run)
             continue
-        segments = _segments(coefficients, triples, stacks[0].x.dtype)
-        stacks = [stack for stack in stacks if not _run_small(stack, segments)]
+        segments = _segments(coefficients, triples, dtype)
+        stacks = [stack for stack in stacks if not _run_small(stack, segments, margin)]
         if stacks:
+            _set_start(stacks, margin)
             _gram_form(stacks, segments, run)
     return outs
 
@@ -223,11 +225,15 @@ class _Stack:
     out: torch.Tensor
     """[B, m, n], a view of the caller's result."""
     gain: float
-    x_scale: torch.Tensor | None
-    """float32 [B]: what brings x to its starting norm; None once it is folded in."""
+    norm: torch.Tensor | None
+    """float32 [B], of x, where a pass before has found it."""
     gram_scale: float
     """R is kept times this power of two, about m, so that its mean diagonal is near 1 and its small
     entries stay clear of float16's subnormal numbers."""
+    lower: bool
+    """Whether the m x m matrices lack what is above their diagonal, see `Product.lower_a`."""
+    x_scale: torch.Tensor | None = None
+    """float32 [B]: what brings x to its starting norm; None once it is folded in."""
 
     def square(self) -> torch.Tensor:
         batch, m, _ = self.x.shape
@@ -239,7 +245,6 @@ def _prepare(
     out: torch.Tensor,
     gain: float,
     compute_dtype: torch.dtype | None,
-    margin: float,
 ) -> _Stack:
     if compute_dtype is None:
         compute_dtype = torch.float16 if x.is_cuda else torch.float32
@@ -247,18 +252,24 @@ def _prepare(
         x = x.contiguous()
     if x.shape[-2] > x.shape[-1]:
         x, out = x.mT, out.mT
-    if x.dtype == compute_dtype == torch.float16:
-        norm = frobenius_norm(x)
-    else:
+    norm = None
+    if not x.dtype == compute_dtype == torch.float16:
         x, norm = scaled_cast(x, compute_dtype)
-    # the smallest positive norm of a float16 matrix is 2^-24
     return _Stack(
         x=x,
         out=out,
         gain=gain,
-        x_scale=1.0 / (norm.clamp(min=2.0**-24) * margin),
+        norm=norm,
         gram_scale=2.0 ** math.floor(math.log2(x.shape[-2])),
+        lower=takes_lower(x, out),
     )
+
+
+def _set_start(stacks: list[_Stack], margin: float) -> None:
+    for stack in stacks:
+        norm = frobenius_norm(stack.x) if stack.norm is None else stack.norm
+        # the smallest positive norm of a float16 matrix is 2^-24
+        stack.x_scale = 1.0 / (norm.clamp(min=2.0**-24) * margin)
 
 
 def _segments(
@@ -273,15 +284,14 @@ def _segments(
     return [triples[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def _run_small(stack: _Stack, segments: list[Triples]) -> bool:
+def _run_small(stack: _Stack, segments: list[Triples], margin: float) -> bool:
     """Runs a stack of small matrices in kernels of their own where there are such."""
     if not newton_schulz_small.takes(stack.x, stack.out, segments):
         return False
-    assert stack.x_scale is not None
     newton_schulz_small.gram_form_small(
         stack.x,
         stack.out,
-        scale=stack.x_scale,
+        margin=margin,
         gram_scale=stack.gram_scale,
         gain=stack.gain,
         segments=segments,
@@ -301,14 +311,14 @@ def _gram_form(stacks: list[_Stack], segments: list[Triples], run: _Run) -> None
             next_q = z if first else [s.square() for s in stacks]
             half = [] if is_last else [s.square() for s in stacks]
             if not first:
-                products += _square_products(q, z, next_q)
+                products += _square_products(stacks, q, z, next_q)
             if not is_last:
-                products += _square_products(grams, z, half)
+                products += _square_products(stacks, grams, z, half)
             run(products)
             q = next_q
             if not is_last:
                 grams = [s.square() for s in stacks]
-                run(_square_products(z, half, grams))
+                run(_square_products(stacks, z, half, grams))
         assert q is not None
         _apply(stacks, q, run, is_last=number == len(segments) - 1)
 
@@ -331,6 +341,7 @@ def _grams(stacks: list[_Stack], run: _Run) -> list[torch.Tensor]:
                 alpha=s.gram_scale,
                 matrix_scale=None if s.x_scale is None else s.x_scale.square(),
                 symmetric=True,
+                lower_out=s.lower,
             )
             for s, out in zip(stacks, outs, strict=True)
         ]
@@ -354,6 +365,9 @@ def _polynomials(
                 beta=b / s.gram_scale,
                 diagonal=a,
                 symmetric=True,
+                lower_a=s.lower,
+                lower_b=s.lower,
+                lower_out=s.lower,
             )
             for s, gram, out in zip(stacks, grams, outs, strict=True)
         ]
@@ -362,13 +376,24 @@ def _polynomials(
 
 
 def _square_products(
-    left: list[torch.Tensor], right: list[torch.Tensor], outs: list[torch.Tensor]
+    stacks: list[_Stack],
+    left: list[torch.Tensor],
+    right: list[torch.Tensor],
+    outs: list[torch.Tensor],
 ) -> list[Product]:
     """left @ right of commuting symmetric matrices; `right` is passed transposed, its own equal,
     so that both operands are read along their rows."""
     return [
-        Product(a=a, b=b.mT, out=out, symmetric=True)
-        for a, b, out in zip(left, right, outs, strict=True)
+        Product(
+            a=a,
+            b=b.mT,
+            out=out,
+            symmetric=True,
+            lower_a=s.lower,
+            lower_b=s.lower,
+            lower_out=s.lower,
+        )
+        for s, a, b, out in zip(stacks, left, right, outs, strict=True)
     ]
 
 
@@ -378,7 +403,9 @@ def _apply(stacks: list[_Stack], q: list[torch.Tensor], run: _Run, *, is_last: b
     for s, q_i in zip(stacks, q, strict=True):
         out = s.out if is_last else torch.empty_like(s.x)
         gain = s.gain if is_last else 1.0
-        products.append(Product(a=q_i, b=s.x, out=out, alpha=gain, matrix_scale=s.x_scale))
+        products.append(
+            Product(a=q_i, b=s.x, out=out, alpha=gain, matrix_scale=s.x_scale, lower_a=s.lower)
+        )
         s.x, s.x_scale = out, None
     run(products)
 

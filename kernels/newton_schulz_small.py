@@ -22,7 +22,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "next", "out", "scale", "partial", "q")),
         *((name, ctypes.c_long) for name in ("batch", "m", "n", "x_batch", "x_row")),
-        *((name, ctypes.c_float) for name in ("gain", "gram_scale")),
+        *((name, ctypes.c_float) for name in ("gain", "gram_scale", "margin")),
         *((name, ctypes.c_int) for name in ("out_is_transposed", "out_is_bfloat16")),
         ("num_segments", ctypes.c_int),
         ("segment_steps", ctypes.c_int * MAX_STEPS),
@@ -51,14 +51,14 @@ def gram_form_small(
     x: torch.Tensor,
     out: torch.Tensor,
     *,
-    scale: torch.Tensor,
+    margin: float,
     gram_scale: float,
     gain: float,
     segments: Segments,
 ) -> None:
     """Writes gain * the orthogonalised matrices of x [B, m, n] to `out`, see `takes`.
 
-    scale: float32 [B], what brings each matrix to its starting norm; gram_scale: the power of two
+    A matrix starts at norm 1 / margin, taken from the trace of X X^T. gram_scale: the power of two
     by which R is kept.
     """
     batch, m, n = x.shape
@@ -71,6 +71,7 @@ def gram_form_small(
     chunks = -(-n // chunk_columns)
     partial = x.new_empty((batch, chunks, padded, padded), dtype=torch.float32)
     q = x.new_empty((batch, padded, padded))
+    scale = x.new_empty(batch, dtype=torch.float32)
     following = x.new_empty((batch, m, n)) if len(segments) > 1 else None
     values = [value for segment in segments for triple in segment for value in triple]
     arguments = _Arguments(
@@ -87,6 +88,7 @@ def gram_form_small(
         x.stride(1),
         gain,
         gram_scale,
+        margin,
         out.stride(-1) != 1,
         out.dtype == torch.bfloat16,
         len(segments),

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from megacomposer.kernels import sm90
 from megacomposer.kernels.batched_products import Product, product_torch, run_products
 from megacomposer.kernels.batched_products_triton import run_products_triton
 from megacomposer.kernels.bench import relative_error
@@ -25,6 +26,13 @@ RUNS = {"dispatched": run_products, "triton": run_products_triton}
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MEGACOMPOSER_KERNELS", raising=False)
     return RUNS[request.param]
+
+
+@pytest.fixture
+def hopper_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGACOMPOSER_KERNELS", raising=False)
+    if not sm90.is_available(DEVICE):
+        pytest.skip("needs a Hopper GPU and the library of csrc/*_sm90.cu (nvcc at installation)")
 
 
 def _matrices(
@@ -118,6 +126,51 @@ def test_symmetric_result_is_complete_and_exactly_symmetric(
             symmetric=True,
         ),
     )
+
+
+def _without_upper(x: torch.Tensor) -> torch.Tensor:
+    """x with NaN in the blocks of 256 above the diagonal."""
+    block = torch.arange(x.shape[-1], device=DEVICE) // 256
+    return x.masked_fill(block[:, None] < block[None, :], float("nan"))
+
+
+@pytest.mark.parametrize("size", [64, 256, 264, 768, 1000, 2048])
+def test_lower_matrices_give_the_bits_of_whole_ones_and_are_all_that_is_touched(
+    hopper_library: None, size: int
+) -> None:
+    scale = torch.tensor([0.5, 2.0, 1.0], device=DEVICE)
+    s = _symmetric(3, size, torch.float16)
+    x = _matrices(3, size, 520, torch.float16)
+    shared = {"matrix_scale": scale, "alpha": 2.0**-8}
+    square = {"c": s, "beta": 0.5, "diagonal": 2.0, "symmetric": True} | shared
+    lower_s = _without_upper(s)
+    lower = {"lower_a": True, "lower_b": True, "lower_out": True}
+    tall = torch.empty(3, 520, size, device=DEVICE, dtype=torch.float16).mT
+    cases = [
+        (Product(a=s, b=s.mT, out=torch.empty_like(s), **square), {"b": lower_s.mT} | lower),
+        (Product(a=s, b=s, out=torch.empty_like(s), **square), {"b": lower_s} | lower),
+        (Product(a=s, b=x, out=torch.empty_like(x), **shared), {"lower_a": True}),
+        (Product(a=s, b=x.mT.contiguous().mT, out=tall, **shared), {"lower_a": True}),
+        (Product(a=s, b=x, out=tall, **shared), {"lower_a": True}),
+    ]
+    for whole, changes in cases:
+        c = None if whole.c is None else lower_s
+        out = torch.full_like(whole.out, float("nan"))
+        run_products([whole])
+        run_products([dataclasses.replace(whole, a=lower_s, c=c, out=out, **changes)])
+        expected = _without_upper(whole.out) if whole.lower_out or whole.symmetric else whole.out
+        assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert relative_error(whole.out, _exact(whole)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_lower_matrix_is_refused_where_nothing_can_read_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("MEGACOMPOSER_KERNELS", name)
+    s = _symmetric(1, 64, torch.float16)
+    with pytest.raises(AssertionError):
+        run_products([Product(a=s, b=s, out=torch.empty_like(s), lower_a=True)])
 
 
 def _mixed_list(dtype: torch.dtype) -> list[Product]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -63,12 +64,13 @@ def test_strides_given_to_cpp_do_not_lead_to_the_elements() -> None:
         offset = (pointer - memory.data_ptr()) // 2
         return torch.as_strided(memory, shape, strides, offset).view(torch.int16)
 
-    for a_rows, b_rows in [(True, True), (True, False), (False, False)]:
+    for a_rows, b_rows in itertools.product([True, False], repeat=2):
         a = strided(3, 16, 24, along_rows=a_rows)
         b = strided(3, 24, 32, along_rows=not b_rows)
         c = strided(3, 16, 32, along_rows=True)
         product = row_major(Product(a=a, b=b, c=c, out=torch.empty_like(c), beta=0.5))
-        x = batched_products_sm90._arguments(product, a_rows, b_rows)
+        x = batched_products_sm90._arguments(product)
+        assert (x.a_rows, x.b_rows) == (a_rows, b_rows)
         assert (x.batch, x.m, x.n, x.k, x.scale) == (3, 16, 32, 24, None)
         assert (x.beta, x.alpha, x.is_symmetric, x.is_bfloat16) == (0.5, 1.0, 0, 0)
         inner = (x.a_stride, 1) if a_rows else (1, x.a_stride)

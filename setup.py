@@ -52,9 +52,13 @@ NATIVE_LIBRARIES = (
         instead="the numpy implementation (same signatures, slower)",
     ),
     NativeLibrary(
-        sources=("csrc/batched_products_sm90.cu", "csrc/small_newton_schulz_sm90.cu"),
+        sources=(
+            "csrc/batched_products_sm90.cu",
+            "csrc/grouped_products_sm90.cu",
+            "csrc/small_newton_schulz_sm90.cu",
+        ),
         module="megacomposer.kernels._sm90",
-        instead="the Triton kernels (slower on Hopper, the same elsewhere)",
+        instead="the Triton and torch kernels (slower on Hopper, the same elsewhere)",
     ),
     NativeLibrary(
         sources=("csrc/sandbox_agent.cpp",),

@@ -388,7 +388,7 @@ int megacomposer_max_products() { return kMaxProducts; }
 // down to even). Returns 0, a cudaError_t, or -1 without a driver.
 int megacomposer_run_products(const ProductArguments* arguments, int count, int blocks,
                               void* stream) {
-    if (encode_tiled() == nullptr) return -1;
+    if (const int error = prepare_to_encode()) return error;
     Products products{};
     int tiles = 0;
     for (int i = 0; i < count; ++i) {

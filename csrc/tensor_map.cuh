@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cuda.h>
+#include <cuda_runtime.h>
 #include <dlfcn.h>
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
@@ -18,6 +19,15 @@ inline EncodeTiled encode_tiled() {
                    : reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled"));
     }();
     return function;
+}
+
+// What the driver's functions need: a thread of autograd's may have no context before its first call
+// of the runtime, and then encode() fails. Returns 0, a cudaError_t, or -1 without a driver.
+inline int prepare_to_encode() {
+    if (encode_tiled() == nullptr) return -1;
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error != cudaSuccess ? error : cudaSetDevice(device);
 }
 
 // [batch, rows, columns], unit stride along columns, strides in elements, in boxes of `box_rows` x 64

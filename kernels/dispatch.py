@@ -11,9 +11,9 @@
 | varlen_attention | none                                    | flash varlen or SDPA, see below |
 | masked_attention | none                                    | SDPA with a mask                |
 | max_logits       | CUDA; bf16, fp16, fp32; D <= 256        | bmm by blocks of rows: the rest |
-| routing_map      | none                                    | stable sort                     |
-| permute, combine | none                                    | gather + fp32 sum               |
-| grouped_swiglu   | none                                    | grouped_mm or loop, see below   |
+| routing_map      | CUDA; any integer dtype                 | stable sort: CPU                |
+| permute, combine | CUDA; bf16, fp16, fp32                  | gather + fp32 sum: the rest     |
+| grouped_swiglu   | CUDA; bf16, fp16, fp32; no products     | the rest; products, see below   |
 
 `reference` (plain, fp32 or float64 inside, result in the input's dtype) is chosen only by request.
 
@@ -22,8 +22,9 @@ kept here as well:
 
 - varlen_attention: one segment -> SDPA causal; several segments on CUDA in bf16/fp16 with head dims
   <= 256 -> `torch.nn.attention.varlen`; otherwise SDPA once per distinct segment length.
-- grouped_swiglu: CUDA bf16 with H and I multiples of 8 -> `torch._grouped_mm` (no host sync);
-  otherwise a loop over experts, which on CUDA reads the row counts back to the host.
+- products of grouped_swiglu: CUDA bf16 with H and I multiples of 8 -> `torch._grouped_mm` (no host
+  sync), on Hopper for weight gradients alone, and for the others CUDA C++ with gather and SwiGLU in
+  it; otherwise a loop over experts, which on CUDA reads the row counts back to the host.
 
 The environment variable MEGACOMPOSER_KERNELS overrides the choice for every op:
 `reference`, `torch`, or `triton`. `triton` means: wherever the op has a Triton kernel, on inputs
@@ -66,6 +67,8 @@ class TritonLimits:
 
 _HALF = (torch.bfloat16, torch.float16)
 _HALF_AND_SINGLE = (*_HALF, torch.float32)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (*_SIGNED, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _ANY_SIZE = 2**63 - 1
 
 # None: the op has no Triton kernel.
@@ -79,10 +82,10 @@ TABLE: dict[str, TritonLimits | None] = {
     "varlen_attention": None,
     "masked_attention": None,
     "max_logits": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=256),
-    "routing_map": None,
-    "permute": None,
-    "combine": None,
-    "grouped_swiglu": None,
+    "routing_map": TritonLimits(dtypes=_INTEGERS, max_last_dim=_ANY_SIZE),
+    "permute": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=2**31 - 1),
+    "combine": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=2**31 - 1),
+    "grouped_swiglu": TritonLimits(dtypes=_HALF_AND_SINGLE, max_last_dim=_ANY_SIZE),
 }
 
 
@@ -156,6 +159,17 @@ def use_flash_varlen(q: torch.Tensor, max_head_dim: int) -> bool:
     in, takes bf16 and fp16 and head dims up to 256.
     """
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max_head_dim <= 256
+
+
+def use_grouped_sm90(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether the expert MLP runs in the CUDA C++ kernel for Hopper: see `takes` of
+    grouped_products_sm90.py. Measured faster than `torch._grouped_mm` with gathers and SwiGLU in
+    passes of their own (docs/benchmarks/moe.md)."""
+    if not x.is_cuda or _override() is not None:
+        return False
+    from .grouped_products_sm90 import takes
+
+    return takes(x, gate_up, down)
 
 
 def use_grouped_mm(x: torch.Tensor, intermediate_dim: int) -> bool:

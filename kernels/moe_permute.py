@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .dispatch import accumulation_dtype, choose
+from . import moe_permute_triton
+from .dispatch import Implementation, accumulation_dtype, choose
 from .moe_routing import RoutingMap
 
 
@@ -26,9 +27,10 @@ def permute(x_TH: torch.Tensor, map: RoutingMap) -> torch.Tensor:
         raise ValueError(
             f"permute: x must be [{map.num_tokens}, H] for this map, got {tuple(x_TH.shape)}"
         )
-    if choose("permute", x_TH) == "reference":
+    implementation = choose("permute", x_TH)
+    if implementation == "reference":
         return permute_reference(x_TH, map)
-    return _Permute.apply(x_TH, map.token_of_row, map.row_of_TK)
+    return _Permute.apply(x_TH, map.token_of_row, map.row_of_TK, implementation)
 
 
 def permute_reference(x_TH: torch.Tensor, map: RoutingMap) -> torch.Tensor:
@@ -61,9 +63,10 @@ def combine(
         raise ValueError(
             f"combine: probs must be [{num_tokens}, {choices}], got {tuple(probs_TK.shape)}"
         )
-    if choose("combine", rows_RH) == "reference":
+    implementation = choose("combine", rows_RH)
+    if implementation == "reference":
         return combine_reference(rows_RH, map, num_tokens, probs_TK)
-    return _Combine.apply(rows_RH, probs_TK, map.order, map.token_of_row, map.row_of_TK)
+    return _Combine.apply(rows_RH, probs_TK, map, implementation)
 
 
 def combine_reference(
@@ -83,16 +86,23 @@ def combine_reference(
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: torch.Tensor, token_of_row: torch.Tensor, row_of_TK: torch.Tensor
+        ctx: Any,
+        x_TH: torch.Tensor,
+        token_of_row: torch.Tensor,
+        row_of_TK: torch.Tensor,
+        implementation: Implementation,
     ) -> torch.Tensor:
         ctx.save_for_backward(row_of_TK)
+        ctx.implementation = implementation
+        if implementation == "triton":
+            return moe_permute_triton.spread_rows(x_TH, row_of_TK, None)
         return x_TH.index_select(0, token_of_row)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (row_of_TK,) = ctx.saved_tensors
-        return _gather_sum(grad_RH, row_of_TK, None), None, None
+        return _gather_sum(grad_RH, row_of_TK, None, ctx.implementation), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -101,42 +111,73 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         rows_RH: torch.Tensor,
         probs_TK: torch.Tensor | None,
-        order: torch.Tensor,
-        token_of_row: torch.Tensor,
-        row_of_TK: torch.Tensor,
+        map: RoutingMap,
+        implementation: Implementation,
     ) -> torch.Tensor:
         # The rows are needed again only for the gradient of probs.
         rows_saved = rows_RH if probs_TK is not None and ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(rows_saved, probs_TK, order, token_of_row, row_of_TK)
-        return _gather_sum(rows_RH, row_of_TK, probs_TK)
+        ctx.save_for_backward(rows_saved, probs_TK, map.order, map.token_of_row, map.row_of_TK)
+        ctx.implementation = implementation
+        return _gather_sum(rows_RH, map.row_of_TK, probs_TK, implementation)
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_TH: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         rows_RH, probs_TK, order, token_of_row, row_of_TK = ctx.saved_tensors
-        wide = accumulation_dtype(grad_TH.dtype)
+        need_rows = ctx.needs_input_grad[0]
         drows = dprobs = None
-        if ctx.needs_input_grad[0]:
-            drows = grad_TH.index_select(0, token_of_row)
-            if probs_TK is not None:
-                prob_R = probs_TK.reshape(-1).index_select(0, order).to(wide)
-                drows = (drows * prob_R.unsqueeze(1)).to(grad_TH.dtype)
+        if ctx.implementation == "triton":
+            if rows_RH is not None:
+                drows, dprobs = moe_permute_triton.combine_gradients(
+                    grad_TH, rows_RH, row_of_TK, probs_TK, need_rows=need_rows
+                )
+            elif need_rows:
+                drows = moe_permute_triton.spread_rows(grad_TH, row_of_TK, probs_TK)
+            return drows, dprobs, None, None
+        if need_rows:
+            drows = _row_gradients(grad_TH, probs_TK, order, token_of_row)
         if rows_RH is not None:
-            grad_wide = grad_TH.to(wide)
-            columns = [
-                (rows_RH.index_select(0, row_of_T) * grad_wide).sum(dim=1)
-                for row_of_T in row_of_TK.unbind(1)
-            ]
-            dprobs = torch.stack(columns, dim=1).to(probs_TK.dtype)
-        return drows, dprobs, None, None, None
+            dprobs = _prob_gradients(grad_TH, rows_RH, row_of_TK).to(probs_TK.dtype)
+        return drows, dprobs, None, None
+
+
+def _row_gradients(
+    grad_TH: torch.Tensor,
+    probs_TK: torch.Tensor | None,
+    order: torch.Tensor,
+    token_of_row: torch.Tensor,
+) -> torch.Tensor:
+    """d rows [R, H] = prob of the row times grad of its token, rounded once."""
+    drows = grad_TH.index_select(0, token_of_row)
+    if probs_TK is None:
+        return drows
+    prob_R = probs_TK.reshape(-1).index_select(0, order)
+    return (drows * prob_R.to(accumulation_dtype(grad_TH.dtype)).unsqueeze(1)).to(grad_TH.dtype)
+
+
+def _prob_gradients(
+    grad_TH: torch.Tensor, rows_RH: torch.Tensor, row_of_TK: torch.Tensor
+) -> torch.Tensor:
+    """<rows[row_of[t, k]], grad[t]> [T, K] in fp32 (or float64)."""
+    grad_wide = grad_TH.to(accumulation_dtype(grad_TH.dtype))
+    columns = [
+        (rows_RH.index_select(0, row_of_T) * grad_wide).sum(dim=1)
+        for row_of_T in row_of_TK.unbind(1)
+    ]
+    return torch.stack(columns, dim=1)
 
 
 def _gather_sum(
-    rows_RH: torch.Tensor, row_of_TK: torch.Tensor, probs_TK: torch.Tensor | None
+    rows_RH: torch.Tensor,
+    row_of_TK: torch.Tensor,
+    probs_TK: torch.Tensor | None,
+    implementation: Implementation,
 ) -> torch.Tensor:
     """sum_k probs[t, k] rows[row_of[t, k]] in fp32 (or float64), one choice at a time."""
+    if implementation == "triton":
+        return moe_permute_triton.gather_sum(rows_RH, row_of_TK, probs_TK)
     wide = accumulation_dtype(rows_RH.dtype)
     total_TH = rows_RH.new_zeros((row_of_TK.shape[0], rows_RH.shape[1]), dtype=wide)
     # With a strided index, torch's gather takes an element-wise path: 0.16 ms instead of about

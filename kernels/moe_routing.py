@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+from . import moe_routing_triton
 from .dispatch import choose
 
 
@@ -39,8 +40,27 @@ def routing_map(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:
     CPU. Raises ValueError too for a shape or dtype not as above, or num_experts < 1.
     """
     _check_ids(expert_ids_TK, num_experts)
-    if choose("routing_map", expert_ids_TK) == "reference":
+    implementation = choose("routing_map", expert_ids_TK)
+    is_triton = implementation == "triton" and expert_ids_TK.numel() > 0
+    if not (is_triton and expert_ids_TK.is_cuda):  # else the kernel asserts it
+        _check_range(expert_ids_TK, num_experts)
+    if is_triton:
+        order, token_of_row, row_of_TK, rows_per_expert = moe_routing_triton.map_tensors(
+            expert_ids_TK, num_experts
+        )
+        return RoutingMap(
+            order=order,
+            token_of_row=token_of_row,
+            row_of_TK=row_of_TK,
+            rows_per_expert=rows_per_expert,
+        )
+    if implementation == "reference":
         return routing_map_reference(expert_ids_TK, num_experts)
+    return routing_map_torch(expert_ids_TK, num_experts)
+
+
+def routing_map_torch(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:
+    """`routing_map` by torch's stable sort, for ids known to be in range."""
     choices = expert_ids_TK.shape[1]
     # The stable sort of the flattened pairs leaves tokens in order inside each expert.
     sorted_ids, order = torch.sort(expert_ids_TK.reshape(-1).long(), stable=True)
@@ -80,15 +100,19 @@ def routing_map_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Rout
 
 
 def _check_ids(expert_ids_TK: torch.Tensor, num_experts: int) -> None:
-    integer = not (expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool)
-    if not integer or expert_ids_TK.dim() != 2 or expert_ids_TK.shape[1] < 1 or num_experts < 1:
+    dtype = expert_ids_TK.dtype
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if not is_integer or expert_ids_TK.dim() != 2 or expert_ids_TK.shape[1] < 1 or num_experts < 1:
         raise ValueError(
             "routing_map: expert_ids must be an integer [T, K] with K >= 1 and num_experts >= 1, "
-            f"got {expert_ids_TK.dtype} {tuple(expert_ids_TK.shape)} and {num_experts}"
+            f"got {dtype} {tuple(expert_ids_TK.shape)} and {num_experts}"
         )
+
+
+def _check_range(expert_ids_TK: torch.Tensor, num_experts: int) -> None:
     if expert_ids_TK.numel() == 0:
         return
-    lowest, highest = expert_ids_TK.aminmax()
+    lowest, highest = expert_ids_TK.long().aminmax()  # torch has no aminmax of uint16 to uint64
     if expert_ids_TK.device.type == "cpu":
         if lowest < 0 or highest >= num_experts:
             raise ValueError(

@@ -16,14 +16,14 @@ _LIBRARY = Path(__file__).with_name("_sm90.so")
 @functools.cache
 def is_available(device: torch.device) -> bool:
     """Whether `device` is a Hopper GPU and the library was built; warns once where only that is
-    missing, since the Triton kernels that run instead are slower."""
+    missing, since what runs instead is slower."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     if _LIBRARY.exists():
         return True
     _logger.warning(
-        "csrc/*_sm90.cu are not built: Newton-Schulz runs in Triton on %s, slower; put nvcc on PATH"
-        " and reinstall (pip install -e .)",
+        "csrc/*_sm90.cu are not built: Newton-Schulz and the expert MLP run slower on %s; put nvcc"
+        " on PATH and reinstall (pip install -e .)",
         torch.cuda.get_device_name(device),
     )
     return False

@@ -33,6 +33,9 @@ class Segments:
     """int32 [documents + 1] on the CPU, over the whole row (all CP ranks)."""
     cp_rank: int = 0
     cp_size: int = 1
+    expert_ids_MTK: torch.Tensor | None = None
+    """Router replay, see `prepare_inputs`: this CP rank's tokens. It rides along because this
+    object is all that megatron-core passes from our model to every layer."""
 
     @functools.cached_property
     def max_seqlen(self) -> int:

@@ -98,7 +98,16 @@ class ModelConfig(Config):
     router_bias_update_rate: float = 0.0
     """Step of that bias towards balance, each optimizer step; 0 keeps the biases as they are."""
     router_aux_loss_coeff: float = 0.0
-    """Weight of the Switch load-balancing loss, averaged over micro-batches; 0 turns it off."""
+    """Weight of the Switch load-balancing loss over the global batch; 0 turns it off. The loads in
+    it are those of the step before, so it does not depend on micro-batches or layout."""
+    router_z_loss_coeff: float = 0.0
+    """Weight of the mean squared log-sum-exp of the router's logits (ST-MoE); 0 turns it off."""
+    router_replay_threshold: float = 0.5
+    """A replayed expert is dropped below this fraction of the probability of the router's own K-th
+    expert; 0 replays all, 1 none that the router would not take. (The value is our choice.)"""
+    moe_backend: Literal["megacomposer", "megatron"] = "megacomposer"
+    """MoE layer: ours, or for comparison megatron-core's router, dispatcher and loop over experts,
+    whose auxiliary loss is per micro-batch and which cannot replay."""
 
     mtp_num_layers: int = 0
     """Multi-token-prediction depths (DeepSeek-V3, arXiv 2412.19437)."""
@@ -176,6 +185,14 @@ class ModelConfig(Config):
         if self.router_bias_update_rate < 0:
             raise ValueError(
                 f"model.router_bias_update_rate is {self.router_bias_update_rate}; it must be >= 0"
+            )
+        for name in ("router_aux_loss_coeff", "router_z_loss_coeff"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be >= 0")
+        if not 0 <= self.router_replay_threshold <= 1:
+            raise ValueError(
+                f"model.router_replay_threshold is {self.router_replay_threshold}; it must be"
+                " between 0 and 1"
             )
         if self.router_score == "softmax" and self.experts_per_token == 1:
             raise ValueError(

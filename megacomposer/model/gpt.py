@@ -8,9 +8,11 @@ from megatron.core.models.gpt import GPTModel
 from megacomposer.mesh.layout import Layout
 from megacomposer.model.config import ModelConfig
 from megacomposer.model.inputs import ModelInputs
+from megacomposer.model.megatron_moe import MegatronMoELayer
 from megacomposer.model.moe import MoELayer
 from megacomposer.model.mtp import MTPLayer
 from megacomposer.model.rotary import inverse_frequencies, rotary_angles
+from megacomposer.model.router import Router
 from megacomposer.model.spec import block_spec, build_backend, layer_spec, transformer_config
 
 
@@ -33,6 +35,8 @@ class GPT(GPTModel):
             MTPLayer(self.config, mtp_layer, backend.layer_norm(), depth)
             for depth in range(1, config.mtp_num_layers + 1)
         )
+        for index, router in enumerate(self.routers()):
+            router.moe_index = index
         # Not a buffer: it is derived from the configuration and must stay float32.
         self.inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, config.yarn).to(
             torch.cuda.current_device()
@@ -48,10 +52,17 @@ class GPT(GPTModel):
 
         Masked positions hold a value too; the loss function applies the mask.
 
+        Routers replay `inputs.segments.expert_ids_MTK` if given (`kernels.moe_router.route`).
+
         Args:
             num_heads: run only the first so many heads; None runs all.
             return_logits: return the main head's logits [T, 1, vocabulary / tp] instead.
+
+        Raises:
+            ValueError: expert ids for another number of layers, tokens or experts per token, or for
+                megatron-core's routers.
         """
+        self._check_replay(inputs)
         hidden = self._hidden_states(inputs, num_heads or 1 + len(self.mtp))
         if return_logits:
             return self._logits(hidden[0])
@@ -84,8 +95,30 @@ class GPT(GPTModel):
             logits = logits.masked_fill(padding, float("-inf"))
         return logits
 
-    def moe_layers(self) -> dict[str, MoELayer]:
+    def _check_replay(self, inputs: ModelInputs) -> None:
+        ids_MTK = inputs.segments.expert_ids_MTK
+        if ids_MTK is None:
+            return
+        if self.model_config.moe_backend != "megacomposer":
+            raise ValueError("router replay needs model.moe_backend 'megacomposer'")
+        layers, depths = len(self.routers()), len(self.mtp)
+        tokens, choices = len(inputs.position_ids_T), self.model_config.experts_per_token
+        shapes = [(count, tokens, choices) for count in (layers - depths, layers)]
+        if not layers or tuple(ids_MTK.shape) not in shapes:
+            raise ValueError(
+                f"expert ids {tuple(ids_MTK.shape)} do not fit a model of {layers} MoE layers"
+                f" ({depths} of them MTP), {tokens} tokens on this rank and {choices} experts each"
+            )
+
+    def moe_layers(self) -> dict[str, MoELayer | MegatronMoELayer]:
         """Every MoE layer by its module name."""
         return {
-            name: module for name, module in self.named_modules() if isinstance(module, MoELayer)
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, (MoELayer, MegatronMoELayer))
         }
+
+    def routers(self) -> list[Router]:
+        """Our router of every MoE layer, in the order of `moe_layers`; none of megatron-core's."""
+        routers = (layer.router for layer in self.moe_layers().values())
+        return [router for router in routers if isinstance(router, Router)]

@@ -41,12 +41,24 @@ def shift_within_documents(
 
 
 def prepare_inputs(
-    batch: Batch, layout: Layout, *, mtp_num_layers: int, device: torch.device
+    batch: Batch,
+    layout: Layout,
+    *,
+    mtp_num_layers: int,
+    device: torch.device,
+    expert_ids_MNK: torch.Tensor | None = None,
 ) -> ModelInputs:
     """Shift for every depth over the whole row, then take this CP rank's tokens.
 
+    Args:
+        expert_ids_MNK: router replay: for each MoE layer (`GPT.moe_layers()` in order, the MTP
+            depths last or left out) and token of the whole row, the K expert ids to use, -1 where
+            unknown; any integer dtype. A row without ids of its own, such as a prompt that the
+            engine had cached, is all -1. What happens to implausible ids: `kernels.moe_router`.
+
     Raises:
-        ValueError: the row does not divide over TP (sequence parallelism) or CP.
+        ValueError: the row does not divide over TP (sequence parallelism) or CP, or has another
+            number of tokens than the expert ids.
     """
     num_tokens = batch.token_ids.shape[0]
     if num_tokens % (layout.tp * layout.cp):
@@ -62,14 +74,28 @@ def prepare_inputs(
         for name in ("token_ids", "labels", "loss_mask")
     }
     position_ids = batch.position_ids
+    if expert_ids_MNK is not None and expert_ids_MNK.shape[1] != num_tokens:
+        raise ValueError(
+            f"expert ids {tuple(expert_ids_MNK.shape)} must be [MoE layers, {num_tokens}, K]"
+        )
     if layout.cp > 1:
         index = local_positions(num_tokens, layout.cp_rank, layout.cp)
         stacked = {name: value[:, index] for name, value in stacked.items()}
         position_ids = position_ids[index]
+        if expert_ids_MNK is not None:
+            expert_ids_MNK = expert_ids_MNK[:, index.to(expert_ids_MNK.device)]
+    expert_ids_MTK = (
+        None if expert_ids_MNK is None else expert_ids_MNK.to(device, non_blocking=True)
+    )
     return ModelInputs(
         token_ids_DT=stacked["token_ids"].to(device, non_blocking=True),
         labels_DT=stacked["labels"].to(device, non_blocking=True),
         loss_mask_DT=stacked["loss_mask"].to(device, non_blocking=True),
         position_ids_T=position_ids.to(device, non_blocking=True),
-        segments=Segments(cu_seqlens=batch.cu_seqlens, cp_rank=layout.cp_rank, cp_size=layout.cp),
+        segments=Segments(
+            cu_seqlens=batch.cu_seqlens,
+            cp_rank=layout.cp_rank,
+            cp_size=layout.cp,
+            expert_ids_MTK=expert_ids_MTK,
+        ),
     )

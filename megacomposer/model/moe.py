@@ -38,11 +38,11 @@ class StackedExperts(MegatronModule):
         )
 
     def forward(
-        self, rows_PH: torch.Tensor, rows_per_expert_L: torch.Tensor, probs_P: torch.Tensor
+        self, tokens_NH: torch.Tensor, map: RoutingMap, probs_NK: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Rows sorted by local expert -> [P, H], already weighted by the routing probability."""
-        out = grouped_swiglu(rows_PH, self.gate_up, self.down, rows_per_expert_L, probs_P)
-        return out, None
+        """The sum of each token's experts, weighted by the routing probability: [N, H], in the
+        order of the tokens. map: of the tokens to local experts."""
+        return grouped_swiglu(tokens_NH, self.gate_up, self.down, map, probs_NK), None
 
 
 class ExpertDispatcher(MoETokenDispatcher):
@@ -61,15 +61,17 @@ class ExpertDispatcher(MoETokenDispatcher):
         """Tokens that this rank routed to each expert in the last forward, int64 [E]."""
 
     def dispatch_preprocess(
-        self, hidden: torch.Tensor, routed_TE: torch.Tensor, probs_TE: torch.Tensor
+        self, hidden: torch.Tensor, ids_TK: torch.Tensor, gates_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort one row per (token, expert) by expert. Returns rows [R, H] and probs [R]."""
+        """Sort one row per (token, expert) by expert. Returns rows [R, H] and probs [R]; without
+        expert parallelism tokens [T, H] and probs [T, K], which the experts gather themselves."""
         self.hidden_shape = hidden.shape
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
-        ids_TK = routed_TE.byte().topk(self.topk, dim=-1).indices.sort(dim=-1).values
         self.map: RoutingMap = routing_map(ids_TK, self.num_experts)
         self.tokens_per_expert_E = self.map.rows_per_expert
-        probs_R = probs_TE.gather(1, ids_TK).reshape(-1)[self.map.order]
+        if self.ep_group.size() == 1:
+            return tokens_TH, gates_TK
+        probs_R = gates_TK.reshape(-1)[self.map.order]
         return permute(tokens_TH, self.map), probs_R
 
     def token_dispatch(
@@ -77,10 +79,9 @@ class ExpertDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Exchange counts, then rows, over the expert-parallel group."""
         size = self.ep_group.size()
-        counts = self.map.rows_per_expert.view(size, self.num_local_experts)
         if size == 1:
-            self.received_counts = counts
             return rows_RH, probs_R
+        counts = self.map.rows_per_expert.view(size, self.num_local_experts)
         received = torch.empty_like(counts)
         torch.distributed.all_to_all_single(received, counts.contiguous(), group=self.ep_group)
         self.received_counts = received
@@ -92,23 +93,23 @@ class ExpertDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(
         self, rows_PH: torch.Tensor, probs_P: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Regroup the received rows, which come sorted by (source rank, expert), by expert."""
-        rows_per_expert = self.received_counts.sum(0)
+    ) -> tuple[torch.Tensor, RoutingMap, torch.Tensor]:
+        """The map of the received rows, which come sorted by (source rank, expert), to experts."""
         if self.ep_group.size() == 1:
-            return rows_PH, rows_per_expert, probs_P
+            return rows_PH, self.map, probs_P
         experts = torch.arange(self.num_local_experts, device=rows_PH.device)
         expert_of_row = torch.repeat_interleave(
             experts.repeat(self.ep_group.size()), self.received_counts.flatten()
         )
-        self.local_map: RoutingMap = routing_map(expert_of_row[:, None], self.num_local_experts)
-        return permute(rows_PH, self.local_map), rows_per_expert, probs_P[self.local_map.order]
+        return (
+            rows_PH,
+            routing_map(expert_of_row[:, None], self.num_local_experts),
+            probs_P[:, None],
+        )
 
     def combine_preprocess(self, rows_PH: torch.Tensor) -> torch.Tensor:
-        """Undo `dispatch_postprocess`."""
-        if self.ep_group.size() == 1:
-            return rows_PH
-        return combine(rows_PH, self.local_map, rows_PH.shape[0])
+        """Nothing: the experts return rows in the order in which they came."""
+        return rows_PH
 
     def token_combine(self, rows_PH: torch.Tensor) -> torch.Tensor:
         """Send every row back to the rank of its token."""
@@ -118,6 +119,8 @@ class ExpertDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Sum the K rows of each token in float32 and restore the hidden shape."""
+        if self.ep_group.size() == 1:
+            return rows_RH.view(self.hidden_shape)
         num_tokens = rows_RH.shape[0] // self.topk
         return combine(rows_RH, self.map, num_tokens).view(self.hidden_shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,15 +14,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megacomposer.mesh.layout import Layout
 from megacomposer.model.attention import (
@@ -30,8 +27,10 @@ from megacomposer.model.attention import (
     LatentAttentionSubmodules,
 )
 from megacomposer.model.config import ModelConfig
+from megacomposer.model.megatron_moe import megatron_moe_spec
 from megacomposer.model.moe import MoELayer, StackedExperts
 from megacomposer.model.norm import RMSNorm
+from megacomposer.model.router import RoutedLayer, Router
 
 
 class NativeBackend(BackendSpecProvider):
@@ -97,13 +96,13 @@ def build_backend(config: ModelConfig) -> BackendSpecProvider:
 def layer_spec(config: ModelConfig, backend: BackendSpecProvider, *, moe: bool) -> ModuleSpec:
     """Spec of one transformer layer, dense or with experts."""
     return ModuleSpec(
-        module=TransformerLayer,
+        module=RoutedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.layer_norm(),
             self_attention=_attention_spec(config, backend),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=backend.layer_norm(),
-            mlp=_moe_spec(backend) if moe else _mlp_spec(backend, MLP),
+            mlp=_moe_spec(config, backend) if moe else _mlp_spec(backend, MLP),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -143,13 +142,16 @@ def _mlp_spec(backend: BackendSpecProvider, module: type) -> ModuleSpec:
     )
 
 
-def _moe_spec(backend: BackendSpecProvider) -> ModuleSpec:
+def _moe_spec(config: ModelConfig, backend: BackendSpecProvider) -> ModuleSpec:
+    shared_experts = _mlp_spec(backend, SharedExpertMLP)
+    if config.moe_backend == "megatron":
+        return megatron_moe_spec(shared_experts)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             experts=backend.grouped_mlp_modules(True),
-            shared_experts=_mlp_spec(backend, SharedExpertMLP),
-            router=TopKRouter,
+            shared_experts=shared_experts,
+            router=functools.partial(Router, replay_threshold=config.router_replay_threshold),
         ),
     )
 
@@ -257,5 +259,6 @@ def _moe_fields(config: ModelConfig) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if config.router_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": config.router_aux_loss_coeff,
+        "moe_z_loss_coeff": config.router_z_loss_coeff or None,
         "moe_token_dispatcher_type": "alltoall",
     }

@@ -39,6 +39,9 @@ _TRAINING_FIELDS = (
     "mtp_loss_weight",
     "router_aux_loss_coeff",
     "router_bias_update_rate",
+    "router_z_loss_coeff",
+    "router_replay_threshold",
+    "moe_backend",
 )
 
 
@@ -72,12 +75,23 @@ class TrainState:
                 tensors[key] = (layout, bias)
         return tensors
 
+    def router_loads(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
+        """What the routers' auxiliary loss keeps from step to step; empty without one."""
+        tensors = {}
+        for name, layer in self.model.moe_layers().items():
+            load = getattr(layer.router, "expert_load", None)
+            if load is not None:
+                key = f"{name}.router.expert_load"
+                layout = whole_layout(key, tuple(load.shape), is_primary=self.layout.rank == 0)
+                tensors[key] = (layout, load)
+        return tensors
+
     def save(self) -> Path:
         """Write a checkpoint of this step. Collective."""
         return save_checkpoint(
             self.checkpoints,
             self.step,
-            {**self.model_tensors(), **self.optimizer.state_tensors()},
+            {**self.model_tensors(), **self.router_loads(), **self.optimizer.state_tensors()},
             {
                 "model": model_identity(self.config),
                 "optimizer": optimizer_identity(self.config),
@@ -106,7 +120,7 @@ class TrainState:
         tensors = self.model_tensors()
         if not weights_only:
             expect["optimizer"] = optimizer_identity(self.config)
-            tensors |= self.optimizer.state_tensors()
+            tensors |= self.router_loads() | self.optimizer.state_tensors()
         loaded = load_checkpoint(
             Path(source),
             tensors,

@@ -69,6 +69,8 @@ class TrainStep:
         counts_D = sum_over_data_ranks(
             torch.stack([item.loss_mask_DT.sum(dim=1) for item in inputs]).sum(0), self.layout
         )
+        tokens = sum(batch.token_ids.shape[0] for batch in micro_batches) * self.layout.dp
+        self.balance.start_step(num_tokens=tokens)
         set_aux_loss_scale(1.0 / (len(inputs) * self.layout.dp), self.device)
         sums_D = torch.zeros(counts_D.shape, device=self.device)
         for item in inputs:
@@ -90,7 +92,6 @@ class TrainStep:
         clip = self.qk_clip.finish_step(apply=not skipped) if self.qk_clip else {}
         balance = self.balance.finish_step(apply=not skipped)
         means = (sum_over_data_ranks(sums_D, self.layout) / counts_D.clamp(min=1)).tolist()
-        tokens = sum(batch.token_ids.shape[0] for batch in micro_batches) * self.layout.dp
         return StepResult(
             loss=means[0],
             mtp_loss=sum(means[1:]) / len(means[1:]) if len(means) > 1 else None,
@@ -123,7 +124,7 @@ def sum_over_data_ranks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def set_aux_loss_scale(scale: float, device: torch.device) -> None:
-    """Weight of each micro-batch's router loss, so that the sum over all of them is a mean."""
+    """Weight of each micro-batch's loss in megatron-core's routers; their sum is then a mean."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, device=device))

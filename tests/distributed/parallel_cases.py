@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from parallel_model import CPU, LENGTH, MLA, Job, batches_of, packed_row, start_job
+from parallel_model import (
+    CPU,
+    LENGTH,
+    MLA,
+    Job,
+    batches_of,
+    close_groups,
+    packed_row,
+    start_job,
+)
 
 from megacomposer.data.batch import Batch
 from megacomposer.mesh.config import MeshConfig
@@ -27,10 +36,19 @@ def examine(
     Only the last question changes parameters.
     """
     with start_job(process, config, mesh) as job:
+        uneven_loads(job)
         outcome = {**gradients(job), "leaks": leaks(job), "groups": groups_of(job.layout)}
         if routing:
             outcome |= {"balance": balance(job), "starved": starve(job)}
         return outcome | {"loss of zero weights": zero_between_evaluations(job)}
+
+
+def uneven_loads(job: Job) -> None:
+    """As if a step had gone before: at even loads, the auxiliary loss has no gradient."""
+    for router in job.model.routers():
+        if router.expert_load is not None:
+            loads = torch.arange(1.0, len(router.expert_load) + 1)
+            router.expert_load.copy_(loads / loads.sum())
 
 
 def gradients(job: Job) -> dict[str, Any]:
@@ -64,6 +82,19 @@ def gradients(job: Job) -> dict[str, Any]:
         "dtypes": dtypes,
         "layer forwards": len(forwards),
     }
+
+
+def of_megatron_core(process: Process) -> dict[str, Any]:
+    """`gradients` of megatron-core's own MoE layer; and why it does not take expert parallelism."""
+    config = dataclasses.replace(MLA, moe_backend="megatron")
+    with start_job(process, config, MeshConfig(tp=2)) as job:
+        outcome = gradients(job)
+    try:
+        with start_job(process, config, MeshConfig(ep=2)):
+            return outcome
+    except ValueError as error:
+        close_groups()
+        return outcome | {"error": str(error)}
 
 
 def zero_between_evaluations(job: Job) -> float:
@@ -155,6 +186,78 @@ def starve(job: Job) -> dict[str, Any]:
         "ep_rank": job.layout.ep_rank,
         "gradients": {name: job.optimizer.local[name] for name in experts},
     }
+
+
+def replay(process: Process, config: ModelConfig, mesh: MeshConfig) -> dict[str, Any]:
+    """One micro-batch with the routers' own choice, then with recorded ids in several ways."""
+    with start_job(process, config, mesh) as job:
+        uneven_loads(job)
+        own = _run_with_ids(job, None)
+        layers, depths = own["ids"].shape[0], len(job.model.mtp)
+        outcome = {"own": own, "again": _run_with_ids(job, own["ids"])}
+        outcome["decoder only"] = _run_with_ids(job, own["ids"][: layers - depths].int())
+        generator = torch.Generator().manual_seed(3)
+        weights = [shard.local for shard in job.shards if "router" in shard.name]
+        kept = [weight.clone() for weight in weights]
+        for weight in weights:
+            noise = torch.randn(weight.shape, generator=generator)
+            weight += 0.3 * weight.std() * noise if weight.numel() else 0.0
+        outcome["perturbed"] = _run_with_ids(job, None)
+        for weight, before in zip(weights, kept, strict=True):
+            weight.copy_(before)
+        unknown = outcome["perturbed"]["ids"].clone()
+        unknown[:, ::4] = -1
+        outcome["filtered"] = _run_with_ids(job, unknown)
+        outcome["errors"] = []
+        for wrong in (own["ids"].repeat(3, 1, 1), own["ids"][:, :, :1], own["ids"][:, 1:]):
+            try:
+                _run_with_ids(job, wrong)
+            except ValueError as error:
+                outcome["errors"].append(str(error))
+        return outcome
+
+
+def _run_with_ids(job: Job, ids_MNK: torch.Tensor | None) -> dict[str, Any]:
+    """Losses, gradients, balance metrics and the ids that were used, for the whole row."""
+    from megacomposer.model.inputs import prepare_inputs
+
+    layout, batch = job.layout, batches_of(job.layout)[0]
+    inputs = prepare_inputs(
+        batch, layout, mtp_num_layers=len(job.model.mtp), device=CPU, expert_ids_MNK=ids_MNK
+    )
+    used: list[torch.Tensor] = []
+    handles = [
+        router.register_forward_hook(lambda module, args, output: used.append(output[1]))
+        for router in job.model.routers()
+    ]
+    job.train_step.balance.start_step(num_tokens=len(batch.token_ids) * layout.dp)
+    losses = job.model(inputs)
+    for handle in handles:
+        handle.remove()
+    losses.where(inputs.loss_mask_DT, 0.0).sum().backward()
+    gradients = {shard.name: shard.local_grad.clone() for shard in job.shards}
+    job.optimizer.zero_grad()
+    metrics = job.train_step.balance.finish_step(apply=False)
+    ids_MTK = _gather(torch.stack(used), layout.tp_group, dim=1)
+    ids_MNK = torch.empty_like(_gather(ids_MTK, layout.cp_group, dim=1))
+    for rank, part in enumerate(_parts(ids_MTK, layout.cp_group)):
+        ids_MNK[:, local_positions(ids_MNK.shape[1], rank, layout.cp)] = part
+    return {
+        "losses": losses.detach(),
+        "gradients": gradients,
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "ids": ids_MNK,
+    }
+
+
+def _parts(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def _gather(tensor: torch.Tensor, group: Any, *, dim: int) -> torch.Tensor:
+    return torch.cat(_parts(tensor, group), dim=dim)
 
 
 def break_steps(

@@ -180,8 +180,8 @@ class Job:
         tensors = {shard.name: shard.local for shard in self.shards}
         tensors |= {name: moment for name, (_, moment) in self.optimizer.state_tensors().items()}
         for name, layer in self.model.moe_layers().items():
-            if layer.router.expert_bias is not None:
-                tensors[f"{name}.expert_bias"] = layer.router.expert_bias
+            for leaf, value in layer.router.named_buffers():
+                tensors[f"{name}.{leaf}"] = value
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_cases import break_steps, examine
+from parallel_cases import break_steps, examine, of_megatron_core, replay
 from parallel_model import GQA, LENGTH, MLA, SEQUENCES, VOCABULARY, start_cpu_process
 
 from megacomposer.mesh.config import MeshConfig
@@ -39,6 +39,14 @@ CASES = {
     "dense, cp2": (DENSE, MeshConfig(cp=2)),
 }
 ROUTING_CASES = ["mla, tp2 ep2", "mla, ep4"]
+# Scores of a model that was not trained are close to each other, so the filter must be strict.
+STRICT_MLA = dataclasses.replace(MLA, router_replay_threshold=0.9)
+STRICT_GQA = dataclasses.replace(GQA, router_replay_threshold=0.9, router_z_loss_coeff=0.1)
+REPLAY_CASES = {
+    "mla, tp2 ep2, recomputed": (dataclasses.replace(STRICT_MLA, recompute="full"), TP2),
+    "mla, tp2 cp2 ep4": (STRICT_MLA, MeshConfig(tp=2, cp=2, ep=4)),
+    "gqa, cp2": (STRICT_GQA, MeshConfig(cp=2)),
+}
 # Layout, and what breaks on which one rank in one step each.
 FAULT_CASES = {
     "tensor rank": (TP2, [("loss", 1)]),
@@ -110,7 +118,9 @@ def cases_of_four() -> dict[str, Any]:
                 for name, case in CASES.items()
             },
             "recomputed": examine(process, recomputed, TP2),
+            "megatron": of_megatron_core(process),
             "bf16": examine(process, half, TP2),
+            "replay": {name: replay(process, *case) for name, case in REPLAY_CASES.items()},
             "faults": {name: break_steps(process, *case) for name, case in FAULT_CASES.items()},
         }
 
@@ -320,3 +330,63 @@ def test_router_bias_moves_away_from_balance_or_ranks_disagree(
         assert outcome["metrics"] == outcomes[0]["metrics"]
         for counts in outcome["counts after"]:
             assert not any(bool(count.any()) for count in counts.values())
+
+
+def test_megatron_cores_layer_computes_something_else(
+    one: dict[str, Any], four: list[dict[str, Any]]
+) -> None:
+    found = four[0]["megatron"]
+    assert "'megatron' with mesh.ep 2 needs a GPU" in found["error"]
+    for name, value in one["mla"]["gradients"].items():
+        error = float((found["gradients"][name] - value).abs().max() / value.abs().max())
+        assert error <= TOLERANCE, name
+    for name, value in one["mla"]["result"]["balance"].items():
+        assert found["result"]["balance"][name] == pytest.approx(value, rel=1e-6), name
+
+
+@pytest.mark.parametrize("case", REPLAY_CASES)
+def test_replay_of_recorded_experts_changes_a_bit(four: list[dict[str, Any]], case: str) -> None:
+    for rank in four:
+        own = rank["replay"][case]["own"]
+        assert "train/router_replayed_frac" not in own["metrics"]
+        for name, share in (("again", 1.0), ("decoder only", None)):
+            run = rank["replay"][case][name]
+            assert torch.equal(run["ids"], own["ids"])
+            assert torch.equal(run["losses"], own["losses"])
+            for parameter, gradient in own["gradients"].items():
+                assert torch.equal(run["gradients"][parameter], gradient), parameter
+            assert run["metrics"]["train/router_substituted_frac"] == 0.0
+            if share is not None:
+                assert run["metrics"]["train/router_replayed_frac"] == share
+
+
+@pytest.mark.parametrize("case", REPLAY_CASES)
+def test_experts_of_another_router_are_ignored_or_taken_unchecked(
+    four: list[dict[str, Any]], case: str
+) -> None:
+    for rank in four:
+        outcome = rank["replay"][case]
+        own, given, used = (outcome[name]["ids"] for name in ("own", "perturbed", "filtered"))
+        assert torch.equal(used[:, ::4], own[:, ::4])  # where the ids are unknown
+        elsewhere = torch.arange(used.shape[1]) % 4 > 0
+        replayed = (used[:, elsewhere] == given[:, elsewhere]).all(dim=2)
+        differing = (own[:, elsewhere] != given[:, elsewhere]).any(dim=2)
+        assert bool((replayed & differing).any()), "no plausible other choice was taken"
+        assert bool((~replayed & differing).any()), "no implausible one was replaced"
+        metrics = outcome["filtered"]["metrics"]
+        assert 0.0 < metrics["train/router_substituted_frac"] < 0.5
+        assert 0.5 < metrics["train/router_replayed_frac"] < 0.75
+        # The trainer's own router learns from the experts that it was given.
+        for name, gradient in outcome["filtered"]["gradients"].items():
+            if "router" in name and gradient.numel():
+                assert bool(gradient.any())
+                assert not torch.equal(gradient, outcome["own"]["gradients"][name])
+
+
+@pytest.mark.parametrize("case", REPLAY_CASES)
+def test_expert_ids_of_another_model_are_taken(four: list[dict[str, Any]], case: str) -> None:
+    for rank in four:
+        layers, choices, tokens = rank["replay"][case]["errors"]
+        assert "do not fit a model of" in layers
+        assert "do not fit a model of" in choices
+        assert "must be [MoE layers, 32, K]" in tokens

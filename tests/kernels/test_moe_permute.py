@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -18,6 +20,10 @@ from megacomposer.kernels.moe_routing import RoutingMap, routing_map
 def _routing(tokens: int = 9, choices: int = 3, experts: int = 5) -> RoutingMap:
     torch.manual_seed(1)
     return routing_map(torch.randint(experts, (tokens, choices)), experts)
+
+
+def test_triton_kernels_agree_with_torch(run_interpreted: Callable[[str], None]) -> None:
+    run_interpreted("moe_rows_cases.py")
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

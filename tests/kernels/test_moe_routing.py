@@ -15,7 +15,9 @@ def _equal(a: RoutingMap, b: RoutingMap) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in fields)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int64, torch.int16, torch.uint8, torch.uint32]
+)
 @pytest.mark.parametrize(
     ("tokens", "choices", "experts"), [(0, 3, 4), (1, 1, 1), (7, 2, 3), (50, 4, 16), (5, 2, 60)]
 )
@@ -48,14 +50,20 @@ def test_transposed_ids_are_read_in_their_logical_order() -> None:
     assert _equal(routing_map(ids.T, 6), routing_map(ids.T.contiguous(), 6))
 
 
-@pytest.mark.parametrize("bad", [-1, 4])
+@pytest.mark.parametrize("bad", [-1, 4, 2**32])
 def test_id_of_no_expert_is_refused_not_sorted_past_the_last_row(bad: int) -> None:
     with pytest.raises(ValueError, match=r"0\.\.3"):
         routing_map(torch.tensor([[0, bad]]), 4)
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int64), torch.zeros(2, 0).long()]
+    "ids",
+    [
+        torch.zeros(2, 2),
+        torch.zeros(2, 2).bool(),
+        torch.zeros(4, dtype=torch.int64),
+        torch.zeros(2, 0).long(),
+    ],
 )
 def test_ids_of_another_kind_are_refused(ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="integer"):

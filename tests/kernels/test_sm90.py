@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacomposer.kernels import batched_products_sm90, newton_schulz_small, sm90
+from megacomposer.kernels import (
+    batched_products_sm90,
+    grouped_products_sm90,
+    newton_schulz_small,
+    sm90,
+)
 from megacomposer.kernels.batched_products import Product, row_major
 
 _CSRC = Path(__file__).parents[2] / "csrc"
 _STRUCTURES = [
     ("batched_products_sm90.cu", "ProductArguments", batched_products_sm90._Arguments),
+    ("grouped_products_sm90.cu", "GroupedArguments", grouped_products_sm90._Arguments),
     ("small_newton_schulz_sm90.cu", "SmallArguments", newton_schulz_small._Arguments),
 ]
 
@@ -29,7 +35,8 @@ def test_structure_is_laid_out_otherwise_in_cpp(
 ) -> None:
     text = (_CSRC / file).read_text()
     (definition,) = re.findall(rf"^struct {name} \{{.*?^\}};", text, re.DOTALL | re.MULTILINE)
-    constants = re.findall(r"^constexpr int kMaxSteps = .*;", text, re.MULTILINE)
+    chain = (_CSRC / "small_newton_schulz_chain.cuh").read_text()
+    constants = re.findall(r"^constexpr int kMaxSteps = .*;", chain, re.MULTILINE)
     fields = [field[0] for field in structure._fields_]
     offsets = ", ".join(f"offsetof({name}, {field})" for field in fields)
     source = tmp_path / "layout.cpp"
@@ -47,8 +54,9 @@ def test_structure_is_laid_out_otherwise_in_cpp(
 
 
 def test_limits_differ_from_those_of_cpp() -> None:
+    steps = f"constexpr int kMaxSteps = {newton_schulz_small.MAX_STEPS};"
+    assert steps in (_CSRC / "small_newton_schulz_chain.cuh").read_text()
     text = (_CSRC / "small_newton_schulz_sm90.cu").read_text()
-    assert f"constexpr int kMaxSteps = {newton_schulz_small.MAX_STEPS};" in text
     assert f"run_small<{newton_schulz_small.MAX_ROWS}>" in text
 
 
@@ -107,6 +115,6 @@ def test_missing_library_is_silent_on_hopper_or_noisy_elsewhere(
     assert caplog.text == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not is_available(device)
-    assert "slower; put nvcc on PATH" in caplog.text
+    assert "slower on a Hopper GPU; put nvcc on PATH" in caplog.text
     (tmp_path / "_sm90.so").touch()
     assert is_available(device)

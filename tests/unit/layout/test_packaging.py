@@ -204,7 +204,9 @@ def test_cuda_library_is_built_from_all_its_sources_into_the_wheel(
 def test_missing_or_failing_nvcc_does_not_block_the_install(build_wheel, tmp_path: Path) -> None:
     wheel, output = build_wheel(NVCC="no-such-nvcc")
     assert _CUDA not in zipfile.ZipFile(wheel).namelist()
-    reason = re.escape("not built (no compiler no-such-nvcc); used instead: the Triton kernels")
+    reason = re.escape(
+        "not built (no compiler no-such-nvcc); used instead: the Triton and torch kernels"
+    )
     assert re.search(rf"small_newton_schulz_sm90\.cu are {reason}", output)
     # the linker fails after it has opened its output
     fail = f'{_FAKE_NVCC}; echo "ld: cannot find -lcudart_static" >&2; exit 1'

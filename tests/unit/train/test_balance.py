@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,13 @@ class Layers:
     counts: list[torch.Tensor]
     biases: list[torch.Tensor | None]
     rate: float = RATE
+    own_routers: list[SimpleNamespace] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model_config = SimpleNamespace(router_bias_update_rate=self.rate)
+
+    def routers(self) -> list[SimpleNamespace]:
+        return self.own_routers
 
     def moe_layers(self) -> dict[str, SimpleNamespace]:
         return {
@@ -112,3 +117,48 @@ def test_repeated_steps_leave_the_load_as_uneven_as_it_was() -> None:
         loads.append(float(metrics["train/expert_load_max_over_mean"]))
     assert loads[0] > 1.8
     assert max(loads[-10:]) < 1.3
+
+
+def router(load: torch.Tensor, statistics: list[float], *, replayed: bool = False) -> Any:
+    """What the balance reads of a router with both losses and two experts a token."""
+    return SimpleNamespace(
+        expert_load=load,
+        statistics=torch.tensor(statistics),
+        aux_loss_coeff=0.1,
+        z_loss_coeff=0.1,
+        replayed=replayed,
+        rule=SimpleNamespace(num_chosen=2),
+    )
+
+
+def test_loads_are_not_the_shares_of_the_step_or_change_without_one() -> None:
+    before = torch.full((4,), 0.25)
+    counts = torch.tensor([6.0, 2.0, 0.0, 0.0])
+    for apply, tokens, expected in (
+        (True, counts, counts / 8),
+        (False, counts, before),
+        (True, 0 * counts, before),
+    ):
+        own = router(before.clone(), [0.0] * 8)
+        layers = Layers(counts=[tokens.clone()], biases=[None], own_routers=[own])
+        RouterBalance(layers).finish_step(apply=apply)  # type: ignore[arg-type]
+        assert torch.equal(own.expert_load, expected)
+
+
+def test_router_losses_or_replay_shares_are_not_means_over_tokens() -> None:
+    # Four tokens: probabilities of each expert, squares, tokens, replayed, substituted.
+    statistics = [2.0, 1.0, 0.5, 0.5, 12.0, 4.0, 5.0, 1.0]
+    layers = Layers(
+        counts=[torch.tensor([5.0, 1.0, 1.0, 1.0]), torch.tensor([2.0, 2.0, 2.0, 2.0])],
+        biases=[None, None],
+        own_routers=[
+            router(torch.zeros(4), statistics, replayed=True),
+            router(torch.zeros(4), [1.0, 1.0, 1.0, 1.0, 4.0, 4.0, 0.0, 0.0]),
+        ],
+    )
+    metrics = RouterBalance(layers).finish_step(apply=True)  # type: ignore[arg-type]
+    # E sum f P: 4 (5 * 2 + 1 + 0.5 + 0.5) / (8 * 4) = 1.5; even probabilities and loads give 1.
+    assert float(metrics["train/aux_loss"]) == pytest.approx((1.5 + 1.0) / 2)
+    assert float(metrics["train/router_z_loss"]) == pytest.approx((3.0 + 1.0) / 2)
+    assert float(metrics["train/router_replayed_frac"]) == pytest.approx(5 / 16)
+    assert float(metrics["train/router_substituted_frac"]) == pytest.approx(1 / 6)

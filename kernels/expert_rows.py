@@ -1,0 +1,139 @@
+"""Rows of tokens in expert order, and their sums, a range of rows at a time: what `permute` and
+`combine` of moe_permute.py do with all rows at once, for which [R, H] must be in memory.
+
+Shape suffixes: N tokens, K rows per token, R = N K rows, C rows of a range, H hidden dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dispatch import accumulation_dtype
+
+
+def gather_rows(x_NH: torch.Tensor, token_of_row: torch.Tensor) -> torch.Tensor:
+    """out[c] = x[token_of_row[c]]: [C, H], dense, in Triton. token_of_row: int64 [C]."""
+    rows, width = token_of_row.shape[0], x_NH.shape[1]
+    out = x_NH.new_empty((rows, width))
+    block = _block(width)
+    _gather_kernel[(rows, triton.cdiv(width, block))](
+        x_NH, x_NH.stride(0), x_NH.stride(1), token_of_row, out, width,
+        BLOCK_H=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out
+
+
+class RowSum:
+    """The sum over each token's rows, which are given range after range, the first row first."""
+
+    def __init__(self, x_NH: torch.Tensor, rows_of_NK: torch.Tensor, *, in_triton: bool) -> None:
+        """x: [N, H], as the result is; rows_of: int64 [N, K], a permutation of 0..NK-1, added in
+        the order of k within a range."""
+        self._x_NH, self._rows_of_NK, self._in_triton = x_NH, rows_of_NK.contiguous(), in_triton
+        self._total_NH: torch.Tensor | None = None
+        self._rows = 0
+
+    def add(self, rows_CH: torch.Tensor) -> None:
+        """The next C rows, dense. The sum is fp32 (float64 for float64) until the last of them."""
+        dtype, start = accumulation_dtype(rows_CH.dtype), self._rows
+        self._rows += rows_CH.shape[0]
+        if self._rows == self._rows_of_NK.numel():
+            dtype = rows_CH.dtype
+        add = _add_rows if self._in_triton else _add_rows_torch
+        self._total_NH = add(self._total_NH, rows_CH, self._rows_of_NK, start, dtype)
+
+    def result(self) -> torch.Tensor:
+        """[N, H], rounded once to its dtype."""
+        assert self._rows == self._rows_of_NK.numel()
+        if self._total_NH is None:
+            return torch.zeros_like(self._x_NH, memory_format=torch.contiguous_format)
+        return self._total_NH
+
+
+def _add_rows(
+    total_NH: torch.Tensor | None,
+    rows_CH: torch.Tensor,
+    rows_of_NK: torch.Tensor,
+    start: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    (tokens, choices), (rows, width) = rows_of_NK.shape, rows_CH.shape
+    assert rows_CH.is_contiguous()
+    # In place until the sum is rounded to another dtype.
+    out_NH = total_NH
+    if out_NH is None or out_NH.dtype != dtype:
+        out_NH = rows_CH.new_empty((tokens, width), dtype=dtype)
+    block = _block(width)
+    _add_kernel[(tokens, triton.cdiv(width, block))](
+        out_NH if total_NH is None else total_NH, rows_CH, rows_of_NK, out_NH, start, rows, width,
+        HAS_TOTAL=total_NH is not None, K=choices, BLOCK_H=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out_NH
+
+
+def _add_rows_torch(
+    total_NH: torch.Tensor | None,
+    rows_CH: torch.Tensor,
+    rows_of_NK: torch.Tensor,
+    start: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    assert rows_CH.shape[0] > 0
+    if total_NH is None:
+        shape = (rows_of_NK.shape[0], rows_CH.shape[1])
+        total_NH = rows_CH.new_zeros(shape, dtype=accumulation_dtype(rows_CH.dtype))
+    for row_of_N in (rows_of_NK - start).t().contiguous().unbind(0):
+        inside_N = (row_of_N >= 0) & (row_of_N < rows_CH.shape[0])
+        terms_NH = rows_CH.index_select(0, row_of_N.clamp(0, rows_CH.shape[0] - 1))
+        total_NH += torch.where(inside_N[:, None], terms_NH, 0.0)
+    return total_NH.to(dtype)
+
+
+def _block(width: int) -> int:
+    return min(2048, triton.next_power_of_2(width))
+
+
+def _warps(block: int) -> int:
+    """16 bytes of a bf16 operand for each thread, in at least one warp."""
+    return max(1, block // 256)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, row_stride, column_stride, token_ptr, out_ptr, width, BLOCK_H: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = column < width
+    token = tl.load(token_ptr + row)
+    x = tl.load(x_ptr + token * row_stride + column * column_stride, mask=mask)
+    tl.store(out_ptr + row * width + column, x, mask=mask)
+
+
+@triton.jit
+def _add_kernel(
+    total_ptr,
+    rows_ptr,
+    rows_of_ptr,
+    out_ptr,
+    start,
+    rows,
+    width,
+    HAS_TOTAL: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = column < width
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    if HAS_TOTAL:
+        total = tl.load(total_ptr + token * width + column, mask=mask, other=0.0)
+    for choice in tl.static_range(K):
+        row = tl.load(rows_of_ptr + token * K + choice) - start
+        inside = tl.where((row >= 0) & (row < rows), width, 0)
+        x = tl.load(rows_ptr + row * width + column, mask=column < inside, other=0.0)
+        total += x.to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,97 @@
+"""Matrix products of rows sorted by expert: those that the expert MLP is made of.
+
+Shape suffixes: R rows, C rows of a range of them, E experts, M by N a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Products(Protocol):
+    """The two products that forward and backward are made of."""
+
+    def rows(self, x_CN: torch.Tensor, weight_EMN: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """y[r] = weight[expert of row start + r] x[r]: [C, N] -> [C, M]."""
+        ...
+
+    def weights(self, grad_RM: torch.Tensor, x_RN: torch.Tensor) -> torch.Tensor:
+        """The sum over each expert's rows of grad[r] x[r]^T: [E, M, N]; zeros without rows."""
+        ...
+
+
+class ExpertLoop:
+    """One matrix product per expert; row counts are read back to the host.
+
+    Raises ValueError where they do not sum to `rows`.
+    """
+
+    def __init__(self, rows_per_expert: torch.Tensor, rows: int) -> None:
+        self.counts: list[int] = rows_per_expert.tolist()
+        if sum(self.counts) != rows:
+            raise ValueError(
+                f"grouped_swiglu: rows_per_expert sums to {sum(self.counts)} "
+                f"but the map has {rows} rows"
+            )
+
+    def rows(self, x_CN: torch.Tensor, weight_EMN: torch.Tensor, start: int = 0) -> torch.Tensor:
+        parts = zip(x_CN.split(self._within(start, len(x_CN))), weight_EMN.unbind(0), strict=True)
+        return torch.cat([x @ weight.T for x, weight in parts])
+
+    def weights(self, grad_RM: torch.Tensor, x_RN: torch.Tensor) -> torch.Tensor:
+        parts = zip(grad_RM.split(self.counts), x_RN.split(self.counts), strict=True)
+        # A product over no rows is zeros, so empty experts need no case of their own.
+        return torch.stack([grad.T @ x for grad, x in parts])
+
+    def _within(self, start: int, rows: int) -> list[int]:
+        """How many of the rows start..start + rows each expert has."""
+        counts, first = [], 0
+        for count in self.counts:
+            last = first + count
+            counts.append(max(0, min(last, start + rows) - max(first, start)))
+            first = last
+        return counts
+
+
+class GroupedMm:
+    """`torch._grouped_mm`, which wants int32 row ends, 16-byte aligned operands with real strides,
+    and leaves rows past the last end unwritten (hence the assertion that there are none)."""
+
+    def __init__(self, rows_per_expert: torch.Tensor, rows: int) -> None:
+        self.experts = rows_per_expert.shape[0]
+        self.empty_E = rows_per_expert == 0
+        self.ends_E = rows_per_expert.cumsum(0).to(torch.int32)
+        torch._assert_async(self.ends_E[-1] == rows)
+
+    def rows(self, x_CN: torch.Tensor, weight_EMN: torch.Tensor, start: int = 0) -> torch.Tensor:
+        if x_CN.shape[0] == 0:
+            return x_CN.new_empty((0, weight_EMN.shape[1]))
+        # Experts before the range end at 0 and those after it at C: both have no rows in it.
+        ends_E = (self.ends_E - start).clamp_(0, x_CN.shape[0])
+        weight_ENM = _aligned(weight_EMN).transpose(1, 2)
+        return torch._grouped_mm(_aligned(x_CN), weight_ENM, offs=ends_E)
+
+    def weights(self, grad_RM: torch.Tensor, x_RN: torch.Tensor) -> torch.Tensor:
+        if x_RN.shape[0] == 0:
+            return x_RN.new_zeros((self.experts, grad_RM.shape[1], x_RN.shape[1]))
+        out = torch._grouped_mm(_aligned(grad_RM).T, _aligned(x_RN), offs=self.ends_E)
+        if not _zeroes_empty_groups(x_RN.device):
+            out.masked_fill_(self.empty_E[:, None, None], 0.0)
+        return out
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where a dense layout or its 16-byte alignment is missing. A transposed weight is
+    dense as it is."""
+    dense = x.is_contiguous() or x.transpose(-2, -1).is_contiguous()
+    if dense and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _zeroes_empty_groups(device: torch.device) -> bool:
+    """Whether `torch._grouped_mm` writes zeros for the weights of an expert without rows. It does
+    on Hopper and on the CPU; on Blackwell it does not (pytorch issue 172439)."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9

@@ -163,8 +163,9 @@ def use_flash_varlen(q: torch.Tensor, max_head_dim: int) -> bool:
 
 def use_grouped_sm90(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether the expert MLP runs in the CUDA C++ kernel for Hopper: see `takes` of
-    grouped_products_sm90.py. Measured faster than `torch._grouped_mm` with gathers and SwiGLU in
-    passes of their own (docs/benchmarks/moe.md)."""
+    grouped_products_sm90.py. The layer was measured faster than on `torch._grouped_mm` with gathers
+    and SwiGLU in passes of their own; the last product alone is slower at H = 7168
+    (docs/benchmarks/moe.md)."""
     if not x.is_cuda or _override() is not None:
         return False
     from .grouped_products_sm90 import takes

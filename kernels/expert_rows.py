@@ -26,7 +26,8 @@ def gather_rows(x_NH: torch.Tensor, token_of_row: torch.Tensor) -> torch.Tensor:
 
 
 class RowSum:
-    """The sum over each token's rows, which are given range after range, the first row first."""
+    """The sum over each token's rows, which are given range after range, the first row first. Where
+    every token has one row nothing is added: rows go to their places as they come."""
 
     def __init__(self, x_NH: torch.Tensor, rows_of_NK: torch.Tensor, *, in_triton: bool) -> None:
         """x: [N, H], as the result is; rows_of: int64 [N, K], a permutation of 0..NK-1, added in
@@ -39,7 +40,7 @@ class RowSum:
         """The next C rows, dense. The sum is fp32 (float64 for float64) until the last of them."""
         dtype, start = accumulation_dtype(rows_CH.dtype), self._rows
         self._rows += rows_CH.shape[0]
-        if self._rows == self._rows_of_NK.numel():
+        if self._rows == self._rows_of_NK.numel() or self._rows_of_NK.shape[1] == 1:
             dtype = rows_CH.dtype
         add = _add_rows if self._in_triton else _add_rows_torch
         self._total_NH = add(self._total_NH, rows_CH, self._rows_of_NK, start, dtype)
@@ -68,7 +69,8 @@ def _add_rows(
     block = _block(width)
     _add_kernel[(tokens, triton.cdiv(width, block))](
         out_NH if total_NH is None else total_NH, rows_CH, rows_of_NK, out_NH, start, rows, width,
-        HAS_TOTAL=total_NH is not None, K=choices, BLOCK_H=block, num_warps=_warps(block),
+        HAS_TOTAL=total_NH is not None and choices > 1, K=choices, BLOCK_H=block,
+        num_warps=_warps(block),
     )  # fmt: skip
     return out_NH
 
@@ -84,6 +86,8 @@ def _add_rows_torch(
     if total_NH is None:
         shape = (rows_of_NK.shape[0], rows_CH.shape[1])
         total_NH = rows_CH.new_zeros(shape, dtype=accumulation_dtype(rows_CH.dtype))
+        if rows_of_NK.shape[1] == 1:
+            total_NH = total_NH.to(dtype)
     for row_of_N in (rows_of_NK - start).t().contiguous().unbind(0):
         inside_N = (row_of_N >= 0) & (row_of_N < rows_CH.shape[0])
         terms_NH = rows_CH.index_select(0, row_of_N.clamp(0, rows_CH.shape[0] - 1))
@@ -128,6 +132,9 @@ def _add_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = column < width
+    if K == 1:  # a token without a row in the range is another range's
+        row = tl.load(rows_of_ptr + token) - start
+        mask = column < tl.where((row >= 0) & (row < rows), width, 0)
     total = tl.zeros((BLOCK_H,), tl.float32)
     if HAS_TOTAL:
         total = tl.load(total_ptr + token * width + column, mask=mask, other=0.0)

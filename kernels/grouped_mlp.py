@@ -56,7 +56,8 @@ def grouped_swiglu(
     without rows get weight gradients of exactly zero, as all do for N = 0. Expert parallelism
     shards E and exchanges rows outside.
 
-    Saves x, the pre-activations [R, 2I] and probs; the activation is computed again backward, and
+    Saves x, the pre-activations [R, 2I] and probs; the activation is computed again backward (from
+    rounded pre-activations; inside the Hopper kernel the forward's comes from unrounded ones), and
     tokens are gathered again. In Triton the gradient of the pre-activations overwrites them, so a
     second backward through the same result (retain_graph=True) raises RuntimeError.
 
@@ -191,7 +192,9 @@ def _down_gradients(
 
 def _row_sum(steps: Steps, x_NH: torch.Tensor) -> RowSum:
     """Adds up each token's rows in their own order, so that ranges do not matter to it."""
-    rows_of_NK = steps.map.row_of_TK.sort(dim=1).values
+    rows_of_NK = steps.map.row_of_TK
+    if rows_of_NK.shape[1] > 1:
+        rows_of_NK = rows_of_NK.sort(dim=1).values
     return RowSum(x_NH, rows_of_NK, in_triton=steps.in_triton)
 
 

@@ -162,6 +162,8 @@ def _launch(
     dprob: torch.Tensor | None = None,
 ) -> None:
     rows, experts = out.shape[0], weight.shape[0]
+    assert rows < 2**31
+    assert experts <= sm90.library().megacomposer_max_experts()
     assert a.dtype == weight.dtype == torch.bfloat16
     assert a.shape[1] == k
     assert n % 8 == 0

@@ -46,7 +46,7 @@ class LoopedExperts(StackedExperts):
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         loop = SequentialMLP(num_local_experts, config, linears, pg_collection=pg_collection)
         # Not a submodule: its weights, which every call replaces by slices of ours, are no
-        # parameters of the model and take no memory.
+        # parameters of the model, and are dropped here.
         self._loop = (loop.to("meta"),)
 
     def forward(

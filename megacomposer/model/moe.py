@@ -99,7 +99,9 @@ class ExpertDispatcher(MoETokenDispatcher):
             return rows_PH, self.map, probs_P
         experts = torch.arange(self.num_local_experts, device=rows_PH.device)
         expert_of_row = torch.repeat_interleave(
-            experts.repeat(self.ep_group.size()), self.received_counts.flatten()
+            experts.repeat(self.ep_group.size()),
+            self.received_counts.flatten(),
+            output_size=rows_PH.shape[0],  # known: no wait for the device
         )
         return (
             rows_PH,

@@ -26,8 +26,8 @@ from megacomposer.kernels.moe_router import (
 class Router(MegatronModule):
     """Chooses K experts for each token. Weight `weight` [E, H]; all arithmetic in float32.
 
-    The losses' gradients come in with the gates; their values are in `statistics`. Both are means
-    over the tokens of the global batch, whose number `start_step` tells.
+    The losses' gradients come in with the gates: means over the tokens of the global batch, whose
+    number `start_step` tells. Sums for their values are in `statistics`.
     """
 
     expert_bias: torch.Tensor | None

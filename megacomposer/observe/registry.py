@@ -23,7 +23,7 @@ METRICS: dict[str, str] = {
     "train/loss": "Mean next-token cross entropy over the step's labels, nats per token.",
     "train/mtp_loss": "Mean of the multi-token-prediction losses over depths, nats per token.",
     "train/total_loss": "What is differentiated: loss plus weighted MTP and auxiliary losses.",
-    "train/aux_loss": "Router load-balancing loss before its weight, dimensionless.",
+    "train/aux_loss": "Router load-balancing loss of this step's loads before its weight.",
     "train/tokens": "Tokens trained on since the start of the run, count.",
     "train/skipped_steps": "Steps since the start whose update was dropped as not finite, count.",
     "train/expert_load_max_over_mean": "Busiest expert's share over the mean, worst layer, ratio.",

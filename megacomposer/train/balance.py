@@ -65,12 +65,16 @@ class RouterBalance:
             metrics |= self._router_metrics(sums[:, num_experts:], load_LE)
             if apply:
                 self._set_loads(counts_LE)
+            for router in self._routers:
+                router.step_tokens = 0
         return metrics
 
     def _router_metrics(
         self, statistics: torch.Tensor, load_LE: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Losses before their weights and shares of replayed ids, means over layers."""
+        """Losses before their weights (the balancing one with this step's loads, where its gradient
+        had those of the step before) and shares of replayed ids, means over layers. The latter only
+        where this rank had ids to replay."""
         first = self._routers[0]
         *_, squares_L, tokens_L, replayed_L, substituted_L = statistics.unbind(dim=1)
         tokens_L = tokens_L.clamp(min=1)

@@ -75,23 +75,18 @@ class TrainState:
                 tensors[key] = (layout, bias)
         return tensors
 
-    def router_loads(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
+    def _router_loads(self) -> dict[str, list[float]]:
         """What the routers' auxiliary loss keeps from step to step; empty without one."""
-        tensors = {}
-        for name, layer in self.model.moe_layers().items():
-            load = getattr(layer.router, "expert_load", None)
-            if load is not None:
-                key = f"{name}.router.expert_load"
-                layout = whole_layout(key, tuple(load.shape), is_primary=self.layout.rank == 0)
-                tensors[key] = (layout, load)
-        return tensors
+        layers = self.model.moe_layers().items()
+        loads = {name: getattr(layer.router, "expert_load", None) for name, layer in layers}
+        return {name: load.tolist() for name, load in loads.items() if load is not None}
 
     def save(self) -> Path:
         """Write a checkpoint of this step. Collective."""
         return save_checkpoint(
             self.checkpoints,
             self.step,
-            {**self.model_tensors(), **self.router_loads(), **self.optimizer.state_tensors()},
+            {**self.model_tensors(), **self.optimizer.state_tensors()},
             {
                 "model": model_identity(self.config),
                 "optimizer": optimizer_identity(self.config),
@@ -99,6 +94,7 @@ class TrainState:
                 "optimizer_scalars": self.optimizer.state_scalars(),
                 "trained_tokens": self.trained_tokens,
                 "skipped_steps": self.skipped_steps,
+                "router_loads": self._router_loads(),
             },
             capture_rng(),
             keep_last=self.config.checkpoint.keep_last,
@@ -120,7 +116,7 @@ class TrainState:
         tensors = self.model_tensors()
         if not weights_only:
             expect["optimizer"] = optimizer_identity(self.config)
-            tensors |= self.router_loads() | self.optimizer.state_tensors()
+            tensors |= self.optimizer.state_tensors()
         loaded = load_checkpoint(
             Path(source),
             tensors,
@@ -133,6 +129,18 @@ class TrainState:
             self._restore_position(loaded)
         return loaded.path
 
+    def _restore_router_loads(self, saved: dict[str, list[float]]) -> None:
+        """A checkpoint without them (of a run without the loss, say) leaves even loads."""
+        routers = {name: layer.router for name, layer in self.model.moe_layers().items()}
+        keeping = {n: r for n, r in routers.items() if getattr(r, "expert_load", None) is not None}
+        for name in keeping.keys() & saved.keys():
+            keeping[name].expert_load.copy_(torch.tensor(saved[name]))
+        if self.layout.rank == 0 and (missing := keeping.keys() - saved.keys()):
+            _logger.info(
+                "%d routers have no saved loads: their auxiliary loss starts from even ones",
+                len(missing),
+            )
+
     def _restore_position(self, loaded: LoadedState) -> None:
         host = loaded.host_state
         self.loader.load_state_dict(host["loader"])
@@ -140,6 +148,7 @@ class TrainState:
         self.step = loaded.step
         self.trained_tokens = int(host["trained_tokens"])
         self.skipped_steps = int(host["skipped_steps"])
+        self._restore_router_loads(host.get("router_loads", {}))
         if loaded.rng_state is not None:
             restore_rng(loaded.rng_state)
         elif self.layout.rank == 0:

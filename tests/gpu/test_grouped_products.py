@@ -45,7 +45,13 @@ class _Mlp:
         how = {"source": self.source, "prob": self.prob}
         hidden, activation = products.gate_up_product(self.x, self.gate_up, counts, **how)
         y = products.down_product(activation, self.down, counts)
-        dhidden, again, dprob = products.down_backward(self.grad, self.down, hidden, counts, **how)
+        arguments = (self.grad, self.down, hidden, counts)
+        dhidden, again, dprob = products.down_backward(*arguments, **how)
+        over = hidden.clone()  # as the layer calls it: d hidden in place of hidden
+        arguments = (self.grad, self.down, over, counts)
+        written, *_ = products.down_backward(*arguments, **how, in_place=True)
+        assert written is over
+        assert torch.equal(written, dhidden)
         dx = products.dx_product(dhidden, self.gate_up, counts)
         dprob = hidden.new_empty(0) if dprob is None else dprob
         return [hidden, activation, y, dhidden, again, dprob, dx]

@@ -106,18 +106,23 @@ def test_gathered_rows_are_bit_exact(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("step", [1, 4, 12])
-def test_sum_over_ranges_of_rows_equals_that_of_torch(step: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("choices", [1, 3])
+def test_sum_over_ranges_of_rows_equals_that_of_torch(
+    choices: int, step: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    rows, rows_of = torch.randn(12, 70).to(dtype), torch.randperm(12).view(4, 3)
+    rows, rows_of = torch.randn(12, 70).to(dtype), torch.randperm(12).view(-1, choices)
 
     def total(in_triton: bool) -> torch.Tensor:
-        out = RowSum(torch.empty(4, 70, dtype=dtype), rows_of, in_triton=in_triton)
+        like = torch.empty(len(rows_of), 70, dtype=dtype)
+        out = RowSum(like, rows_of, in_triton=in_triton)
         for part in rows.split(step):
             out.add(part)
         return out.result()
 
     assert total(True).dtype == dtype
     assert torch.equal(total(True), total(False))
+    assert choices > 1 or torch.equal(total(True), rows[rows_of[:, 0]])
 
 
 def _results(fn, operands, map, grad):

@@ -126,6 +126,7 @@ def router(load: torch.Tensor, statistics: list[float], *, replayed: bool = Fals
         statistics=torch.tensor(statistics),
         aux_loss_coeff=0.1,
         z_loss_coeff=0.1,
+        step_tokens=4,
         replayed=replayed,
         rule=SimpleNamespace(num_chosen=2),
     )
@@ -143,6 +144,7 @@ def test_loads_are_not_the_shares_of_the_step_or_change_without_one() -> None:
         layers = Layers(counts=[tokens.clone()], biases=[None], own_routers=[own])
         RouterBalance(layers).finish_step(apply=apply)  # type: ignore[arg-type]
         assert torch.equal(own.expert_load, expected)
+        assert own.step_tokens == 0, "a forward after the step would count as one of its own"
 
 
 def test_router_losses_or_replay_shares_are_not_means_over_tokens() -> None:

@@ -139,7 +139,10 @@ def run_forwards(job: Any) -> None:
     from megacomposer.model.inputs import prepare_inputs
 
     depths = len(job.model.mtp)
-    for batch in batches_of(job.layout):
+    batches = batches_of(job.layout)
+    tokens = sum(len(batch.token_ids) for batch in batches)
+    job.train_step.balance.start_step(num_tokens=tokens * job.layout.dp)
+    for batch in batches:
         job.model(prepare_inputs(batch, job.layout, mtp_num_layers=depths, device=CPU)).sum()
 
 

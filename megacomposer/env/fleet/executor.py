@@ -77,8 +77,10 @@ class Executor:
         """Counts of jobs, for metrics.jsonl: queued (waiting for a slot, or between attempts) and
         running now; since the start retried (attempts after the first), skipped (by the journal),
         and one for each Outcome."""
+        # a task that is done is counted by its outcome, though its callback may not have run yet
+        unfinished = sum(not task.done() for task in self._tasks.values())
         counts = {
-            "queued": self._left + len(self._tasks) - self._running,
+            "queued": self._left + unfinished - self._running,
             "running": self._running,
             "retried": self._retried,
             "skipped": self._skipped,

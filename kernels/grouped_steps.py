@@ -147,13 +147,11 @@ class SeparateSteps:
         return gather_rows(x_NH, self.map.token_of_row[rows])
 
 
-class FusedSteps:
+class FusedSteps(SeparateSteps):
     """Gather and SwiGLU inside of the products of grouped_products_sm90.py, for bfloat16."""
 
-    in_triton = True
-
     def __init__(self, map: RoutingMap, products: Products) -> None:
-        self.map, self.products = map, products
+        super().__init__(map, products, in_triton=True)
         self._ends_E = map.rows_per_expert.cumsum(0)
 
     def up(
@@ -202,9 +200,6 @@ class FusedSteps:
         self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice
     ) -> torch.Tensor:
         return grouped_products_sm90.dx_product(dhidden_C2I, gate_up_E2IH, self._counts(rows))
-
-    def gather(self, x_NH: torch.Tensor, columns: slice) -> torch.Tensor:
-        return moe_permute_triton.spread_rows(x_NH[:, columns], self.map.row_of_TK, None)
 
     def _counts(self, rows: slice) -> torch.Tensor:
         """How many rows of the range each expert has, int64 [E]."""

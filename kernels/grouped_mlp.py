@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import choose, use_grouped_mm, use_grouped_sm90
 from .expert_rows import RowSum
-from .grouped_products import ExpertLoop, GroupedMm, Products
+from .grouped_products import ExpertLoop, GroupedMm, Products, dense
 from .grouped_steps import FusedSteps, SeparateSteps, Steps
 from .moe_routing import RoutingMap
 
@@ -68,8 +68,8 @@ def grouped_swiglu(
     implementation = choose("grouped_swiglu", x_NH)
     if implementation == "reference":
         return grouped_swiglu_reference(x_NH, gate_up_E2IH, down_EHI, map, probs_NK)
-    if x_NH.is_cuda:
-        x_NH, gate_up_E2IH, down_EHI = _dense(x_NH), _dense(gate_up_E2IH), _dense(down_EHI)
+    if x_NH.is_cuda:  # so that every layout takes the same kernels and gives the same bits
+        x_NH, gate_up_E2IH, down_EHI = dense(x_NH), dense(gate_up_E2IH), dense(down_EHI)
     products: Products
     if use_grouped_mm(x_NH, down_EHI.shape[2]):
         products = GroupedMm(map.rows_per_expert, map.order.shape[0])
@@ -228,14 +228,6 @@ def _side_by_side(
 
 def _at(x: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
     return None if x is None else x[rows]
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x, copied where it is strided or does not start at 16 bytes, so that every layout takes the
-    same kernels and gives the same bits."""
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_operands(

@@ -70,25 +70,31 @@ class GroupedMm:
             return x_CN.new_empty((0, weight_EMN.shape[1]))
         # Experts before the range end at 0 and those after it at C: both have no rows in it.
         ends_E = (self.ends_E - start).clamp_(0, x_CN.shape[0])
-        weight_ENM = _aligned(weight_EMN).transpose(1, 2)
-        return torch._grouped_mm(_aligned(x_CN), weight_ENM, offs=ends_E)
+        weight_ENM = _dense_either_way(weight_EMN).transpose(1, 2)
+        return torch._grouped_mm(_dense_either_way(x_CN), weight_ENM, offs=ends_E)
 
     def weights(self, grad_RM: torch.Tensor, x_RN: torch.Tensor) -> torch.Tensor:
         if x_RN.shape[0] == 0:
             return x_RN.new_zeros((self.experts, grad_RM.shape[1], x_RN.shape[1]))
-        out = torch._grouped_mm(_aligned(grad_RM).T, _aligned(x_RN), offs=self.ends_E)
+        out = torch._grouped_mm(
+            _dense_either_way(grad_RM).T, _dense_either_way(x_RN), offs=self.ends_E
+        )
         if not _zeroes_empty_groups(x_RN.device):
             out.masked_fill_(self.empty_E[:, None, None], 0.0)
         return out
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, copied where a dense layout or its 16-byte alignment is missing. A transposed weight is
-    dense as it is."""
-    dense = x.is_contiguous() or x.transpose(-2, -1).is_contiguous()
-    if dense and x.data_ptr() % 16 == 0:
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where it is strided or does not start at 16 bytes."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _dense_either_way(x: torch.Tensor) -> torch.Tensor:
+    """x, copied as by `dense`; a transposed weight is dense as it is."""
+    is_transposed = x.transpose(-2, -1).is_contiguous() and x.data_ptr() % 16 == 0
+    return x if is_transposed else dense(x)
 
 
 def _zeroes_empty_groups(device: torch.device) -> bool:

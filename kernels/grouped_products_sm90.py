@@ -45,7 +45,7 @@ def takes(x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, down_EHI: torch.Tensor
         and down_EHI.shape[1] % 8 == 0
         and down_EHI.shape[2] % 8 == 0
         and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
-        and rows_are_aligned(x_TH)
+        and has_aligned_rows(x_TH)
         and down_EHI.shape[0] <= sm90.library().megacomposer_max_experts()
     )
 
@@ -168,7 +168,7 @@ def _launch(
     assert a.shape[1] == k
     assert n % 8 == 0
     assert k % 8 == 0
-    assert rows_are_aligned(a)
+    assert has_aligned_rows(a)
     assert weight.is_contiguous()
     assert weight.data_ptr() % 16 == 0
     for vector, length, dtype in (
@@ -228,7 +228,7 @@ def _pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def rows_are_aligned(x: torch.Tensor) -> bool:
+def has_aligned_rows(x: torch.Tensor) -> bool:
     """Whether the rows of x [R, H] are dense and start at multiples of 16 bytes."""
     if x.dim() != 2 or x.data_ptr() % 16 != 0 or x.stride(1) != 1:
         return False

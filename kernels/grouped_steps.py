@@ -6,6 +6,7 @@ I intermediate dim; 2I is gate rows, then up rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch
 from . import grouped_products_sm90, moe_permute_triton, swiglu, swiglu_triton
 from .dispatch import accumulation_dtype
 from .expert_rows import gather_rows
-from .grouped_products import Products
+from .grouped_products import Products, dense
 from .moe_routing import RoutingMap
 
 HiddenGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -152,7 +153,10 @@ class FusedSteps(SeparateSteps):
 
     def __init__(self, map: RoutingMap, products: Products) -> None:
         super().__init__(map, products, in_triton=True)
-        self._ends_E = map.rows_per_expert.cumsum(0)
+
+    @functools.cached_property
+    def _ends_E(self) -> torch.Tensor:
+        return self.map.rows_per_expert.cumsum(0)
 
     def up(
         self,
@@ -183,8 +187,8 @@ class FusedSteps(SeparateSteps):
         need_activation: bool,
         need_probs: bool,
     ) -> HiddenGradients:
-        if not grouped_products_sm90.rows_are_aligned(grad_NH):
-            grad_NH = grad_NH.contiguous()
+        if not grouped_products_sm90.has_aligned_rows(grad_NH):
+            grad_NH = dense(grad_NH)
         dhidden_R2I, activation_RI, dprobs_R = grouped_products_sm90.down_backward(
             grad_NH, down_EHI, hidden_R2I, self.map.rows_per_expert,
             source=self.map.token_of_row, prob=None if probs_R is None else probs_R.float(),

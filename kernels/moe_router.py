@@ -112,13 +112,13 @@ def route(
         ids_TK = ids_TK.sort(dim=1).values
     return Routing(
         ids_TK=ids_TK,
-        gates_TK=gates(logits_TE, ids_TK, rule),
+        gates_TK=_gates(logits_TE, ids_TK, rule),
         num_replayed=replayed,
         num_substituted=substituted,
     )
 
 
-def gates(logits_TE: torch.Tensor, ids_TK: torch.Tensor, rule: RouterRule) -> torch.Tensor:
+def _gates(logits_TE: torch.Tensor, ids_TK: torch.Tensor, rule: RouterRule) -> torch.Tensor:
     """The weights [T, K] of these experts by the rule; ids of a token must be distinct."""
     logits_TK = _Pick.apply(logits_TE, ids_TK)
     if rule.score == "softmax":

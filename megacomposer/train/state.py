@@ -75,11 +75,11 @@ class TrainState:
                 tensors[key] = (layout, bias)
         return tensors
 
-    def _router_loads(self) -> dict[str, list[float]]:
+    def _router_loads(self) -> dict[str, torch.Tensor]:
         """What the routers' auxiliary loss keeps from step to step; empty without one."""
         layers = self.model.moe_layers().items()
         loads = {name: getattr(layer.router, "expert_load", None) for name, layer in layers}
-        return {name: load.tolist() for name, load in loads.items() if load is not None}
+        return {name: load for name, load in loads.items() if load is not None}
 
     def save(self) -> Path:
         """Write a checkpoint of this step. Collective."""
@@ -94,7 +94,7 @@ class TrainState:
                 "optimizer_scalars": self.optimizer.state_scalars(),
                 "trained_tokens": self.trained_tokens,
                 "skipped_steps": self.skipped_steps,
-                "router_loads": self._router_loads(),
+                "router_loads": {k: load.tolist() for k, load in self._router_loads().items()},
             },
             capture_rng(),
             keep_last=self.config.checkpoint.keep_last,
@@ -131,11 +131,10 @@ class TrainState:
 
     def _restore_router_loads(self, saved: dict[str, list[float]]) -> None:
         """A checkpoint without them (of a run without the loss, say) leaves even loads."""
-        routers = {name: layer.router for name, layer in self.model.moe_layers().items()}
-        keeping = {n: r for n, r in routers.items() if getattr(r, "expert_load", None) is not None}
-        for name in keeping.keys() & saved.keys():
-            keeping[name].expert_load.copy_(torch.tensor(saved[name]))
-        if self.layout.rank == 0 and (missing := keeping.keys() - saved.keys()):
+        loads = self._router_loads()
+        for name in loads.keys() & saved.keys():
+            loads[name].copy_(torch.tensor(saved[name]))
+        if self.layout.rank == 0 and (missing := loads.keys() - saved.keys()):
             _logger.info(
                 "%d routers have no saved loads: their auxiliary loss starts from even ones",
                 len(missing),

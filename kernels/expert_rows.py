@@ -1,7 +1,7 @@
 """Rows of tokens in expert order, and their sums, a range of rows at a time: what `permute` and
 `combine` of moe_permute.py do with all rows at once, for which [R, H] must be in memory.
 
-Shape suffixes: N tokens, K rows per token, R = N K rows, C rows of a range, H hidden dim.
+Shape suffixes: N tokens, K rows per token at most, R rows, C rows of a range, H hidden dim.
 """
 
 from __future__ import annotations
@@ -29,70 +29,78 @@ class RowSum:
     """The sum over each token's rows, which are given range after range, the first row first. Where
     every token has one row nothing is added: rows go to their places as they come."""
 
-    def __init__(self, x_NH: torch.Tensor, rows_of_NK: torch.Tensor, *, in_triton: bool) -> None:
-        """x: [N, H], as the result is; rows_of: int64 [N, K], a permutation of 0..NK-1, added in
-        the order of k within a range."""
-        self._x_NH, self._rows_of_NK, self._in_triton = x_NH, rows_of_NK.contiguous(), in_triton
+    def __init__(
+        self, out_NH: torch.Tensor, rows_of_NK: torch.Tensor, rows: slice, *, in_triton: bool
+    ) -> None:
+        """out: dense [N, H]; rows_of: int64 [N, K], each of the numbers of `rows` once, and others
+        for no row; those of a range are added in the order of k."""
+        tokens, choices = rows_of_NK.shape
+        self._out_NH, self._rows_of_NK, self._in_triton = out_NH, rows_of_NK.contiguous(), in_triton
+        self._start, self._next, self._end = rows.start, rows.start, rows.stop
+        self._places = choices == 1 and tokens == rows.stop - rows.start
         self._total_NH: torch.Tensor | None = None
-        self._rows = 0
 
     def add(self, rows_CH: torch.Tensor) -> None:
         """The next C rows, dense. The sum is fp32 (float64 for float64) until the last of them."""
-        dtype, start = accumulation_dtype(rows_CH.dtype), self._rows
-        self._rows += rows_CH.shape[0]
-        if self._rows == self._rows_of_NK.numel() or self._rows_of_NK.shape[1] == 1:
-            dtype = rows_CH.dtype
+        first, self._next = self._next, self._next + rows_CH.shape[0]
+        target_NH = self._out_NH
+        if self._next < self._end and not self._places:
+            target_NH = self._total_NH
+            if target_NH is None:
+                wide = accumulation_dtype(rows_CH.dtype)
+                target_NH = torch.empty_like(self._out_NH, dtype=wide)
         add = _add_rows if self._in_triton else _add_rows_torch
-        self._total_NH = add(self._total_NH, rows_CH, self._rows_of_NK, start, dtype)
+        add(target_NH, self._total_NH, rows_CH, self._rows_of_NK, first, places=self._places)
+        self._total_NH = None if self._places else target_NH
 
-    def result(self) -> torch.Tensor:
-        """[N, H], rounded once to its dtype."""
-        assert self._rows == self._rows_of_NK.numel()
-        if self._total_NH is None:
-            return torch.zeros_like(self._x_NH, memory_format=torch.contiguous_format)
-        return self._total_NH
+    def finish(self) -> None:
+        """After the last range: `out` is what it is to be, rounded once to its dtype."""
+        assert self._next == self._end
+        if self._start == self._end:
+            self._out_NH.zero_()
 
 
 def _add_rows(
+    out_NH: torch.Tensor,
     total_NH: torch.Tensor | None,
     rows_CH: torch.Tensor,
     rows_of_NK: torch.Tensor,
-    start: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    first: int,
+    *,
+    places: bool,
+) -> None:
+    """out = total + rows; `out` may be `total`. Placed rows alone are written."""
     (tokens, choices), (rows, width) = rows_of_NK.shape, rows_CH.shape
     assert rows_CH.is_contiguous()
-    # In place until the sum is rounded to another dtype.
-    out_NH = total_NH
-    if out_NH is None or out_NH.dtype != dtype:
-        out_NH = rows_CH.new_empty((tokens, width), dtype=dtype)
     block = _block(width)
     _add_kernel[(tokens, triton.cdiv(width, block))](
-        out_NH if total_NH is None else total_NH, rows_CH, rows_of_NK, out_NH, start, rows, width,
-        HAS_TOTAL=total_NH is not None and choices > 1, K=choices, BLOCK_H=block,
+        out_NH if total_NH is None else total_NH, rows_CH, rows_of_NK, out_NH, first, rows, width,
+        HAS_TOTAL=total_NH is not None, PLACES=places, K=choices, BLOCK_H=block,
         num_warps=_warps(block),
     )  # fmt: skip
-    return out_NH
 
 
 def _add_rows_torch(
+    out_NH: torch.Tensor,
     total_NH: torch.Tensor | None,
     rows_CH: torch.Tensor,
     rows_of_NK: torch.Tensor,
-    start: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    assert rows_CH.shape[0] > 0
+    first: int,
+    *,
+    places: bool,
+) -> None:
+    if places:
+        row_of_N = rows_of_NK[:, 0] - first
+        inside_N = (row_of_N >= 0) & (row_of_N < rows_CH.shape[0])
+        out_NH[inside_N] = rows_CH.index_select(0, row_of_N[inside_N])
+        return
     if total_NH is None:
-        shape = (rows_of_NK.shape[0], rows_CH.shape[1])
-        total_NH = rows_CH.new_zeros(shape, dtype=accumulation_dtype(rows_CH.dtype))
-        if rows_of_NK.shape[1] == 1:
-            total_NH = total_NH.to(dtype)
-    for row_of_N in (rows_of_NK - start).t().contiguous().unbind(0):
+        total_NH = torch.zeros_like(out_NH, dtype=accumulation_dtype(rows_CH.dtype))
+    for row_of_N in (rows_of_NK - first).t().contiguous().unbind(0):
         inside_N = (row_of_N >= 0) & (row_of_N < rows_CH.shape[0])
         terms_NH = rows_CH.index_select(0, row_of_N.clamp(0, rows_CH.shape[0] - 1))
         total_NH += torch.where(inside_N[:, None], terms_NH, 0.0)
-    return total_NH.to(dtype)
+    out_NH.copy_(total_NH)
 
 
 def _block(width: int) -> int:
@@ -126,13 +134,14 @@ def _add_kernel(
     rows,
     width,
     HAS_TOTAL: tl.constexpr,
+    PLACES: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = column < width
-    if K == 1:  # a token without a row in the range is another range's
+    if PLACES:  # a token without a row in the range is another range's
         row = tl.load(rows_of_ptr + token) - start
         mask = column < tl.where((row >= 0) & (row < rows), width, 0)
     total = tl.zeros((BLOCK_H,), tl.float32)

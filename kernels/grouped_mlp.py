@@ -24,28 +24,35 @@ gradients, at the end, d x takes the most, 1.25 GiB. All rows at once would take
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .dispatch import choose, use_grouped_mm, use_grouped_sm90
+from .dispatch import (
+    OVERRIDE_VARIABLE,
+    accumulation_dtype,
+    choose,
+    use_grouped_mm,
+    use_grouped_sm90,
+)
 from .expert_rows import RowSum
 from .grouped_products import ExpertLoop, GroupedMm, Products, dense
-from .grouped_steps import FusedSteps, SeparateSteps, Steps
+from .grouped_steps import FusedSteps, HiddenGradients, SeparateSteps, Steps
 from .moe_routing import RoutingMap
+from .token_exchange import Arrival, OwnTokens, Part, TokenExchange
 
 _GATHER_BYTES = 2**28
 
 
 def grouped_swiglu(
-    x_NH: torch.Tensor,
+    x_TH: torch.Tensor,
     gate_up_E2IH: torch.Tensor,
     down_EHI: torch.Tensor,
     map: RoutingMap,
     probs_NK: torch.Tensor | None = None,
+    exchange: TokenExchange | None = None,
 ) -> torch.Tensor:
     """out[n] = the sum over k of probs[n, k] times the MLP of x[n] by its k-th expert: [N, H].
 
@@ -53,34 +60,48 @@ def grouped_swiglu(
     probs: [N, K], any float dtype, 1 if None. The activation and its product with probs are fp32,
     rounded once, and so are the sums over a token's rows, in expert order, here and in the gradient
     of x. Differentiable in x, both weights and probs (fp32 dot product, in probs' dtype). Experts
-    without rows get weight gradients of exactly zero, as all do for N = 0. Expert parallelism
-    shards E and exchanges rows outside.
+    without rows get weight gradients of exactly zero, as all do for N = 0. A pair without a row in
+    the map adds nothing, and its prob has gradient zero.
 
-    Saves x, the pre-activations [R, 2I] and probs; the activation is computed again backward (from
-    rounded pre-activations; inside the Hopper kernel the forward's comes from unrounded ones), and
-    tokens are gathered again. In Triton the gradient of the pre-activations overwrites them, so a
-    second backward through the same result (retain_graph=True) raises RuntimeError.
+    With `exchange`, experts are spread over ranks: x [T, H] are this rank's tokens, N are those
+    that came to its experts from all ranks, map and probs are of them, and the result is [T, H],
+    summed over ranks. It must have been started with x. Every rank of the exchange must call this,
+    and its backward. The map's rows come in the exchange's parts (grouped_products.py):
+    rows_per_expert is [parts E].
+
+    Saves the tokens [N, H], the pre-activations [R, 2I] and probs; the activation is computed again
+    backward (from rounded pre-activations; inside the Hopper kernel the forward's comes from
+    unrounded ones), and tokens are gathered again. In Triton the gradient of the pre-activations
+    overwrites them, so a second backward through the same result (retain_graph=True) raises
+    RuntimeError.
 
     Raises ValueError if a shape or dtype is not as above; where the map lives on an accelerator,
     rows_per_expert that sum to other than R are a device-side assertion.
     """
-    _check_operands(x_NH, gate_up_E2IH, down_EHI, map, probs_NK)
+    if exchange is None:
+        # Dense, so that every memory layout takes the same kernels and gives the same bits.
+        x_TH = dense(x_TH) if x_TH.is_cuda else x_TH
+        exchange = OwnTokens(x_TH, map.order.shape[0])
+    arrival = exchange.started()
+    x_NH = arrival.tokens_NH
+    _check_operands(x_NH, gate_up_E2IH, down_EHI, map, probs_NK, len(exchange.parts))
     implementation = choose("grouped_swiglu", x_NH)
     if implementation == "reference":
-        return grouped_swiglu_reference(x_NH, gate_up_E2IH, down_EHI, map, probs_NK)
-    if x_NH.is_cuda:  # so that every layout takes the same kernels and gives the same bits
-        x_NH, gate_up_E2IH, down_EHI = dense(x_NH), dense(gate_up_E2IH), dense(down_EHI)
-    products: Products
-    if use_grouped_mm(x_NH, down_EHI.shape[2]):
-        products = GroupedMm(map.rows_per_expert, map.order.shape[0])
-    else:
-        products = ExpertLoop(map.rows_per_expert, map.order.shape[0])
+        if not isinstance(exchange, OwnTokens):
+            raise ValueError(f"{OVERRIDE_VARIABLE}=reference: the expert layer's has one rank only")
+        return grouped_swiglu_reference(x_TH, gate_up_E2IH, down_EHI, map, probs_NK)
+    if x_NH.is_cuda:
+        gate_up_E2IH, down_EHI = dense(gate_up_E2IH), dense(down_EHI)
+    experts, _, inner = down_EHI.shape
+    layout = (map.rows_per_expert, map.order.shape[0], experts)
+    products: Products = GroupedMm(*layout) if use_grouped_mm(x_NH, inner) else ExpertLoop(*layout)
     steps: Steps
     if use_grouped_sm90(x_NH, gate_up_E2IH, down_EHI):
-        steps = FusedSteps(map, products)
+        steps = FusedSteps(map, products, experts)
     else:
-        steps = SeparateSteps(map, products, in_triton=implementation == "triton")
-    return _GroupedSwiglu.apply(x_NH, gate_up_E2IH, down_EHI, probs_NK, steps)
+        in_triton = implementation == "triton"
+        steps = SeparateSteps(map, products, experts, in_triton=in_triton)
+    return _GroupedSwiglu.apply(x_TH, gate_up_E2IH, down_EHI, probs_NK, steps, exchange, arrival)
 
 
 def grouped_swiglu_reference(
@@ -110,120 +131,118 @@ class _GroupedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_NH: torch.Tensor,
+        x_TH: torch.Tensor,
         gate_up_E2IH: torch.Tensor,
         down_EHI: torch.Tensor,
         probs_NK: torch.Tensor | None,
         steps: Steps,
+        exchange: TokenExchange,
+        arrival: Arrival,
     ) -> torch.Tensor:
-        map = steps.map
+        map, x_NH, results = steps.map, arrival.tokens_NH, exchange.give_back()
         probs_R = None
         if probs_NK is not None:
             probs_R = probs_NK.reshape(-1).index_select(0, map.order)
-        ranges, out = _row_ranges(map, x_NH), _row_sum(steps, x_NH)
-        hidden_R2I = None
-        if len(ranges) != 1:
-            hidden_R2I = x_NH.new_empty((map.order.shape[0], gate_up_E2IH.shape[1]))
-        for rows in ranges:
-            part = None if hidden_R2I is None else hidden_R2I[rows]
-            hidden_C2I, activation_CI = steps.up(x_NH, gate_up_E2IH, _at(probs_R, rows), rows, part)
-            out.add(steps.down(activation_CI, down_EHI, rows))
-            del activation_CI
-        if hidden_R2I is None:
-            hidden_R2I = hidden_C2I
+        hidden_R2I = x_NH.new_empty((map.order.shape[0], gate_up_E2IH.shape[1]))
+        for index, part in enumerate(exchange.parts):
+            arrival.wait(index)
+            out = _row_sum(steps, part, results.rows(index))
+            for rows in _row_ranges(part, x_NH):
+                activation_CI = steps.up(
+                    x_NH, gate_up_E2IH, _at(probs_R, rows), rows, hidden_R2I[rows]
+                )
+                out.add(steps.down(activation_CI, down_EHI, rows))
+                del activation_CI
+            out.finish()
+            results.send(index)
         ctx.save_for_backward(x_NH, gate_up_E2IH, down_EHI, probs_R, hidden_R2I)
-        ctx.steps = steps
-        return out.result()
+        ctx.steps, ctx.exchange = steps, exchange
+        return results.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_NH: torch.Tensor
-    ) -> tuple[
-        torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None
-    ]:
+    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_NH, gate_up_E2IH, down_EHI, probs_R, hidden_R2I = ctx.saved_tensors
         steps: Steps = ctx.steps
+        exchange: TokenExchange = ctx.exchange
         need_dx, need_gate_up, need_down, need_probs = ctx.needs_input_grad[:4]
-        dhidden_R2I, ddown, dprobs_R = _down_gradients(
-            grad_NH, down_EHI, probs_R, hidden_R2I, steps, need_down, need_probs
+        arrival = exchange.send(grad_TH)
+        grad_NH = arrival.tokens_NH
+        if isinstance(exchange, OwnTokens) and grad_NH.is_cuda:
+            grad_NH = dense(grad_NH)
+        gradients = _empty_gradients(
+            hidden_R2I, probs_R, steps, need_activation=need_down, need_probs=need_probs
         )
-        dx = dgate_up = dprobs = None
+        for index, part in enumerate(exchange.parts):
+            arrival.wait(index)
+            ranges = _row_ranges(part, grad_NH)
+            if ranges:
+                steps.down_backward(grad_NH, down_EHI, hidden_R2I, probs_R, gradients, ranges)
+        if steps.in_place:
+            # Written behind autograd's back: let it refuse a second backward.
+            torch.autograd.graph.increment_version(hidden_R2I)
+        dx = dgate_up = ddown = dprobs = None
+        if gradients.activation_RI is not None:
+            ddown = steps.down_gradient(grad_NH, gradients.activation_RI, _GATHER_BYTES)
+        dhidden_R2I, dprobs_R = gradients.dhidden_R2I, gradients.dprobs_R
+        del gradients, grad_NH, arrival
+        if need_dx:  # before the other weights' gradient, beside which it travels
+            results = exchange.give_back()
+            for index, part in enumerate(exchange.parts):
+                dx_sum = _row_sum(steps, part, results.rows(index))
+                for rows in _row_ranges(part, x_NH):
+                    dx_sum.add(steps.dx(dhidden_R2I[rows], gate_up_E2IH, rows))
+                dx_sum.finish()
+                results.send(index)
         if need_gate_up:
-            dgate_up = _side_by_side(
-                lambda part: steps.products.weights(dhidden_R2I, steps.gather(x_NH, part)),
-                _column_ranges(steps.map, x_NH), gate_up_E2IH, dim=2,
-            )  # fmt: skip
+            dgate_up = steps.gate_up_gradient(dhidden_R2I, x_NH, _GATHER_BYTES)
         if need_dx:
-            dx_sum = _row_sum(steps, x_NH)
-            for rows in _row_ranges(steps.map, x_NH):
-                dx_sum.add(steps.dx(dhidden_R2I[rows], gate_up_E2IH, rows))
-            dx = dx_sum.result()
+            dx = results.sum()
         if dprobs_R is not None:
-            dprobs = dprobs_R[steps.map.row_of_TK].to(probs_R.dtype)
-        return dx, dgate_up, ddown, dprobs, None
+            dprobs = _of_pairs(dprobs_R, steps.map).to(probs_R.dtype)
+        return dx, dgate_up, ddown, dprobs, None, None, None
 
 
-def _down_gradients(
-    grad_NH: torch.Tensor,
-    down_EHI: torch.Tensor,
-    probs_R: torch.Tensor | None,
+def _empty_gradients(
     hidden_R2I: torch.Tensor,
+    probs_R: torch.Tensor | None,
     steps: Steps,
-    need_down: bool,
+    *,
+    need_activation: bool,
     need_probs: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of the pre-activations [R, 2I], of down, and of probs in fp32 (or float64)."""
-    dhidden_R2I, activation_RI, dprobs_R = steps.down_backward(
-        grad_NH, down_EHI, hidden_R2I, probs_R, _row_ranges(steps.map, grad_NH),
-        need_activation=need_down, need_probs=need_probs,
-    )  # fmt: skip
-    if dhidden_R2I is hidden_R2I:
-        # Written behind autograd's back: let it refuse a second backward.
-        torch.autograd.graph.increment_version(hidden_R2I)
-    ddown = None
-    if need_down:
-        ddown = _side_by_side(
-            lambda part: steps.products.weights(steps.gather(grad_NH, part), activation_RI),
-            _column_ranges(steps.map, grad_NH), down_EHI, dim=1,
-        )  # fmt: skip
-    return dhidden_R2I, ddown, dprobs_R
+) -> HiddenGradients:
+    activation_RI = dprobs_R = None
+    if need_activation:
+        rows, double = hidden_R2I.shape
+        activation_RI = hidden_R2I.new_empty((rows, double // 2))
+    if probs_R is not None and need_probs:
+        dprobs_R = probs_R.new_empty(probs_R.shape, dtype=accumulation_dtype(hidden_R2I.dtype))
+    return HiddenGradients(
+        dhidden_R2I=hidden_R2I if steps.in_place else torch.empty_like(hidden_R2I),
+        activation_RI=activation_RI,
+        dprobs_R=dprobs_R,
+    )
 
 
-def _row_sum(steps: Steps, x_NH: torch.Tensor) -> RowSum:
+def _of_pairs(values_R: torch.Tensor, map: RoutingMap) -> torch.Tensor:
+    """Each pair's value [N, K]: its row's, or zero."""
+    rows = values_R.shape[0]
+    if rows == map.row_of_TK.numel():
+        return values_R[map.row_of_TK]
+    return torch.cat([values_R, values_R.new_zeros(1)])[map.row_of_TK.clamp(max=rows)]
+
+
+def _row_sum(steps: Steps, part: Part, out_NH: torch.Tensor) -> RowSum:
     """Adds up each token's rows in their own order, so that ranges do not matter to it."""
-    rows_of_NK = steps.map.row_of_TK
-    if rows_of_NK.shape[1] > 1:
-        rows_of_NK = rows_of_NK.sort(dim=1).values
-    return RowSum(x_NH, rows_of_NK, in_triton=steps.in_triton)
+    rows_of_NK = steps.map.rising_rows_TK[part.tokens]
+    return RowSum(out_NH, rows_of_NK, part.rows, in_triton=steps.in_triton)
 
 
-def _row_ranges(map: RoutingMap, x_NH: torch.Tensor) -> list[slice]:
+def _row_ranges(part: Part, x_NH: torch.Tensor) -> list[slice]:
     """Ranges of rows [C, H] of at most `_GATHER_BYTES`, of one row at least."""
-    rows = map.order.shape[0]
+    start, stop = part.rows.start, part.rows.stop
     most = max(1, _GATHER_BYTES // max(1, x_NH.shape[1] * x_NH.element_size()))
-    return [slice(first, min(first + most, rows)) for first in range(0, rows, most)]
-
-
-def _column_ranges(map: RoutingMap, x_NH: torch.Tensor) -> list[slice]:
-    """Ranges of columns of [R, H] of about as many bytes, each a multiple of 64 but the last, so
-    that they keep the alignment that the products need."""
-    rows, width = map.order.shape[0], x_NH.shape[1]
-    parts = max(1, -(-rows * width * x_NH.element_size() // _GATHER_BYTES))
-    step = max(1, -(-width // (64 * parts))) * 64
-    return [slice(first, min(first + step, width)) for first in range(0, width, step)]
-
-
-def _side_by_side(
-    product: Callable[[slice], torch.Tensor], parts: list[slice], like: torch.Tensor, *, dim: int
-) -> torch.Tensor:
-    """product(part) for each part of `dim` of a tensor shaped as `like`. One part is not copied."""
-    if len(parts) == 1:
-        return product(parts[0])
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    for part in parts:
-        out.narrow(dim, part.start, part.stop - part.start).copy_(product(part))
-    return out
+    return [slice(first, min(first + most, stop)) for first in range(start, stop, most)]
 
 
 def _at(x: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -236,6 +255,7 @@ def _check_operands(
     down_EHI: torch.Tensor,
     map: RoutingMap,
     probs_NK: torch.Tensor | None,
+    parts: int,
 ) -> None:
     ok = x_NH.dim() == 2 and down_EHI.dim() == 3 and down_EHI.shape[0] > 0
     if ok:
@@ -243,7 +263,7 @@ def _check_operands(
         ok = (
             x_NH.shape == (map.num_tokens, hidden)
             and gate_up_E2IH.shape == (experts, 2 * intermediate, hidden)
-            and map.rows_per_expert.shape == (experts,)
+            and map.rows_per_expert.shape == (parts * experts,)
             and x_NH.dtype == gate_up_E2IH.dtype == down_EHI.dtype
             and (probs_NK is None or probs_NK.shape == map.row_of_TK.shape)
         )

@@ -1,6 +1,8 @@
 """Matrix products of rows sorted by expert: those that the expert MLP is made of.
 
-Shape suffixes: R rows, C rows of a range of them, E experts, M by N a weight.
+Rows may come in parts, each sorted by expert: then there are G = parts x E groups of consecutive
+rows, and group g belongs to expert g % E. A range of rows lies in one part.
+Shape suffixes: R rows, C rows of a range of them, E experts, G groups, M by N a weight.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class ExpertLoop:
     Raises ValueError where they do not sum to `rows`.
     """
 
-    def __init__(self, rows_per_expert: torch.Tensor, rows: int) -> None:
-        self.counts: list[int] = rows_per_expert.tolist()
+    def __init__(self, rows_per_group: torch.Tensor, rows: int, experts: int) -> None:
+        self.counts: list[int] = rows_per_group.tolist()
+        self.experts = experts
         if sum(self.counts) != rows:
             raise ValueError(
                 f"grouped_swiglu: rows_per_expert sums to {sum(self.counts)} "
@@ -37,16 +40,22 @@ class ExpertLoop:
             )
 
     def rows(self, x_CN: torch.Tensor, weight_EMN: torch.Tensor, start: int = 0) -> torch.Tensor:
-        parts = zip(x_CN.split(self._within(start, len(x_CN))), weight_EMN.unbind(0), strict=True)
+        weights = weight_EMN.unbind(0) * (len(self.counts) // self.experts)
+        parts = zip(x_CN.split(self._within(start, len(x_CN))), weights, strict=True)
         return torch.cat([x @ weight.T for x, weight in parts])
 
     def weights(self, grad_RM: torch.Tensor, x_RN: torch.Tensor) -> torch.Tensor:
-        parts = zip(grad_RM.split(self.counts), x_RN.split(self.counts), strict=True)
+        grads, xs = grad_RM.split(self.counts), x_RN.split(self.counts)
         # A product over no rows is zeros, so empty experts need no case of their own.
-        return torch.stack([grad.T @ x for grad, x in parts])
+        return torch.stack(
+            [
+                torch.cat(grads[e :: self.experts]).T @ torch.cat(xs[e :: self.experts])
+                for e in range(self.experts)
+            ]
+        )
 
     def _within(self, start: int, rows: int) -> list[int]:
-        """How many of the rows start..start + rows each expert has."""
+        """How many of the rows start..start + rows each group has."""
         counts, first = [], 0
         for count in self.counts:
             last = first + count
@@ -59,29 +68,39 @@ class GroupedMm:
     """`torch._grouped_mm`, which wants int32 row ends, 16-byte aligned operands with real strides,
     and leaves rows past the last end unwritten (hence the assertion that there are none)."""
 
-    def __init__(self, rows_per_expert: torch.Tensor, rows: int) -> None:
-        self.experts = rows_per_expert.shape[0]
-        self.empty_E = rows_per_expert == 0
-        self.ends_E = rows_per_expert.cumsum(0).to(torch.int32)
-        torch._assert_async(self.ends_E[-1] == rows)
+    def __init__(self, rows_per_group: torch.Tensor, rows: int, experts: int) -> None:
+        self.experts = experts
+        self.empty_G = rows_per_group == 0
+        self.ends_G = rows_per_group.cumsum(0)
+        torch._assert_async(self.ends_G[-1] == rows)
 
     def rows(self, x_CN: torch.Tensor, weight_EMN: torch.Tensor, start: int = 0) -> torch.Tensor:
         if x_CN.shape[0] == 0:
             return x_CN.new_empty((0, weight_EMN.shape[1]))
-        # Experts before the range end at 0 and those after it at C: both have no rows in it.
-        ends_E = (self.ends_E - start).clamp_(0, x_CN.shape[0])
+        counts_E = counts_within(self.ends_G, start, start + x_CN.shape[0], self.experts)
         weight_ENM = _dense_either_way(weight_EMN).transpose(1, 2)
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return torch._grouped_mm(_dense_either_way(x_CN), weight_ENM, offs=ends_E)
 
     def weights(self, grad_RM: torch.Tensor, x_RN: torch.Tensor) -> torch.Tensor:
         if x_RN.shape[0] == 0:
             return x_RN.new_zeros((self.experts, grad_RM.shape[1], x_RN.shape[1]))
         out = torch._grouped_mm(
-            _dense_either_way(grad_RM).T, _dense_either_way(x_RN), offs=self.ends_E
+            _dense_either_way(grad_RM).T, _dense_either_way(x_RN), offs=self.ends_G.int()
         )
         if not _zeroes_empty_groups(x_RN.device):
-            out.masked_fill_(self.empty_E[:, None, None], 0.0)
-        return out
+            out.masked_fill_(self.empty_G[:, None, None], 0.0)
+        if out.shape[0] == self.experts:
+            return out
+        # One result for each part: the only place where a sum over rows is rounded on the way.
+        parts = out.view(-1, self.experts, *out.shape[1:])
+        return parts.sum(0, dtype=torch.float32).to(out.dtype)
+
+
+def counts_within(ends_G: torch.Tensor, start: int, stop: int, experts: int) -> torch.Tensor:
+    """How many of the rows start..stop - 1, all of one part, each expert has: int64 [E]."""
+    ends_G = (ends_G - start).clamp_(0, stop - start)
+    return ends_G.diff(prepend=ends_G.new_zeros(1)).view(-1, experts).sum(0)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

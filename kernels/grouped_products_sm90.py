@@ -66,7 +66,7 @@ def gate_up_product(
     rows = _rows(x_TH, source)
     if hidden is None:
         hidden = x_TH.new_empty((rows, double))
-    _check_hidden(hidden, rows, double)
+    _check_rows(hidden, rows, double)
     activation = x_TH.new_empty((rows, double // 2))
     _launch(
         _GATE_UP,
@@ -101,20 +101,25 @@ def down_backward(
     *,
     source: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
-    in_place: bool = False,
+    dhidden: torch.Tensor | None = None,
+    activation: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(d hidden [R, 2I], activation [R, I], d prob float32 [R] or None without prob) from the
     gradient grad[source[r]] of y[r].
 
     The activation is computed again from hidden; the gradient of it, grad down[expert of r], stays
-    in float32 and is never stored. `in_place` writes d hidden over hidden: a tile is read by the
-    block that writes it, before it does.
+    in float32 and is never stored. Writes to `dhidden` and `activation` where they are given;
+    dhidden may be hidden: a tile is read by the block that writes it, before it does.
     """
     experts, hidden_dim, intermediate = down_EHI.shape
     rows = _rows(grad_TH, source)
-    _check_hidden(hidden_R2I, rows, 2 * intermediate)
-    dhidden = hidden_R2I if in_place else torch.empty_like(hidden_R2I)
-    activation = hidden_R2I.new_empty((rows, intermediate))
+    _check_rows(hidden_R2I, rows, 2 * intermediate)
+    if dhidden is None:
+        dhidden = torch.empty_like(hidden_R2I)
+    if activation is None:
+        activation = hidden_R2I.new_empty((rows, intermediate))
+    _check_rows(dhidden, rows, 2 * intermediate)
+    _check_rows(activation, rows, intermediate)
     partial = None
     if prob is not None:  # of each tile of columns
         columns = -(-intermediate // _TILE_COLUMNS)
@@ -217,11 +222,11 @@ def _rows(x: torch.Tensor, source: torch.Tensor | None) -> int:
     return x.shape[0] if source is None else source.shape[0]
 
 
-def _check_hidden(hidden_R2I: torch.Tensor, rows: int, double: int) -> None:
-    assert hidden_R2I.shape == (rows, double)
-    assert hidden_R2I.is_contiguous()
-    assert hidden_R2I.data_ptr() % 16 == 0
-    assert hidden_R2I.dtype == torch.bfloat16
+def _check_rows(x: torch.Tensor, rows: int, width: int) -> None:
+    assert x.shape == (rows, width)
+    assert x.is_contiguous()
+    assert x.data_ptr() % 16 == 0
+    assert x.dtype == torch.bfloat16
 
 
 def _pointer(x: torch.Tensor | None) -> int | None:

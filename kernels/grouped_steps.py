@@ -1,24 +1,36 @@
 """The steps of the expert MLP between a routing map and the sum over a token's rows.
 
-Shape suffixes: N tokens, R rows in expert order, C rows of a range, E experts, H hidden dim,
-I intermediate dim; 2I is gate rows, then up rows.
+Rows may come in parts, each in expert order (grouped_products.py); a range of rows lies in one.
+Shape suffixes: N tokens, R rows, C rows of a range, E experts, G groups, H hidden dim, B columns of
+it, I intermediate dim; 2I is gate rows, then up rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from . import grouped_products_sm90, moe_permute_triton, swiglu, swiglu_triton
-from .dispatch import accumulation_dtype
+from . import grouped_products_sm90, swiglu, swiglu_triton
 from .expert_rows import gather_rows
-from .grouped_products import Products, dense
+from .grouped_products import Products, counts_within
+from .moe_permute import permute_into
 from .moe_routing import RoutingMap
 
-HiddenGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenGradients:
+    """What the gradient of the results becomes on its way through the second product."""
+
+    dhidden_R2I: torch.Tensor
+    """Of the pre-activations, or where they are until it takes their place."""
+    activation_RI: torch.Tensor | None
+    """Computed again; None if nothing needs it."""
+    dprobs_R: torch.Tensor | None
+    """fp32 or float64; None without probs."""
 
 
 class Steps(Protocol):
@@ -35,9 +47,9 @@ class Steps(Protocol):
         gate_up_E2IH: torch.Tensor,
         probs_C: torch.Tensor | None,
         rows: slice,
-        hidden_C2I: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(pre-activations [C, 2I], in `hidden` where it is given; activation [C, I])."""
+        hidden_C2I: torch.Tensor,
+    ) -> torch.Tensor:
+        """The activation [C, I]; writes the pre-activations [C, 2I] to `hidden`."""
         ...
 
     def down(
@@ -46,19 +58,19 @@ class Steps(Protocol):
         """y [C, H]."""
         ...
 
+    in_place: bool
+    """Whether down_backward writes d hidden over hidden."""
+
     def down_backward(
         self,
         grad_NH: torch.Tensor,
         down_EHI: torch.Tensor,
         hidden_R2I: torch.Tensor,
         probs_R: torch.Tensor | None,
+        gradients: HiddenGradients,
         ranges: Sequence[slice],
-        *,
-        need_activation: bool,
-        need_probs: bool,
-    ) -> HiddenGradients:
-        """(d hidden [R, 2I], maybe in place of hidden; the activation [R, I], if needed; d probs
-        [R] in fp32 or float64, if needed and there are any)."""
+    ) -> None:
+        """Writes the gradients of these ranges, which follow each other."""
         ...
 
     def dx(
@@ -67,16 +79,28 @@ class Steps(Protocol):
         """d x of each row [C, H]."""
         ...
 
-    def gather(self, x_NH: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Those columns of the token of every row."""
+    def gate_up_gradient(
+        self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor, gather_bytes: int
+    ) -> torch.Tensor:
+        """The sum of d hidden[r] x[token of r]^T over each expert's rows: [E, 2I, H]."""
+        ...
+
+    def down_gradient(
+        self, grad_NH: torch.Tensor, activation_RI: torch.Tensor, gather_bytes: int
+    ) -> torch.Tensor:
+        """The sum of grad[token of r] activation[r]^T over each expert's rows: [E, H, I]."""
         ...
 
 
 class SeparateSteps:
     """Gather, product and SwiGLU one after the other."""
 
-    def __init__(self, map: RoutingMap, products: Products, *, in_triton: bool) -> None:
-        self.map, self.products, self.in_triton = map, products, in_triton
+    def __init__(
+        self, map: RoutingMap, products: Products, experts: int, *, in_triton: bool
+    ) -> None:
+        self.map, self.products, self.experts = map, products, experts
+        # torch's formula of SwiGLU's gradient reads hidden after it has written.
+        self.in_triton = self.in_place = in_triton
         self._swiglu = swiglu_triton if in_triton else swiglu
 
     def up(
@@ -85,15 +109,12 @@ class SeparateSteps:
         gate_up_E2IH: torch.Tensor,
         probs_C: torch.Tensor | None,
         rows: slice,
-        hidden_C2I: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        product_C2I = self.products.rows(self._gather_range(x_NH, rows), gate_up_E2IH, rows.start)
-        if hidden_C2I is None:
-            hidden_C2I = product_C2I
-        else:
-            hidden_C2I.copy_(product_C2I)
-        del product_C2I
-        return hidden_C2I, self._swiglu.swiglu(hidden_C2I, probs_C)
+        hidden_C2I: torch.Tensor,
+    ) -> torch.Tensor:
+        x_CH = self._gather_range(x_NH, rows)
+        hidden_C2I.copy_(self.products.rows(x_CH, gate_up_E2IH, rows.start))
+        del x_CH
+        return self._swiglu.swiglu(hidden_C2I, probs_C)
 
     def down(
         self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice
@@ -106,56 +127,88 @@ class SeparateSteps:
         down_EHI: torch.Tensor,
         hidden_R2I: torch.Tensor,
         probs_R: torch.Tensor | None,
+        gradients: HiddenGradients,
         ranges: Sequence[slice],
-        *,
-        need_activation: bool,
-        need_probs: bool,
-    ) -> HiddenGradients:
-        # torch's formula reads hidden after it has written: it cannot work in place.
-        dhidden_R2I = hidden_R2I if self.in_triton else torch.empty_like(hidden_R2I)
-        activation_RI = dprobs_R = None
-        if need_activation:
-            activation_RI = hidden_R2I.new_empty((hidden_R2I.shape[0], down_EHI.shape[2]))
-        if probs_R is not None and need_probs:
-            wide = accumulation_dtype(hidden_R2I.dtype)
-            dprobs_R = probs_R.new_empty(probs_R.shape, dtype=wide)
+    ) -> None:
         for rows in ranges:
             dy_CH = self._gather_range(grad_NH, rows)
             dactivation_CI = self.products.rows(dy_CH, down_EHI.transpose(1, 2), rows.start)
             del dy_CH
             self._swiglu.swiglu_backward(
                 dactivation_CI, hidden_R2I[rows], None if probs_R is None else probs_R[rows],
-                dhidden_R2I[rows], None if activation_RI is None else activation_RI[rows],
-                None if dprobs_R is None else dprobs_R[rows],
+                gradients.dhidden_R2I[rows],
+                None if gradients.activation_RI is None else gradients.activation_RI[rows],
+                None if gradients.dprobs_R is None else gradients.dprobs_R[rows],
             )  # fmt: skip
-        return dhidden_R2I, activation_RI, dprobs_R
 
     def dx(
         self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice
     ) -> torch.Tensor:
         return self.products.rows(dhidden_C2I, gate_up_E2IH.transpose(1, 2), rows.start)
 
-    def gather(self, x_NH: torch.Tensor, columns: slice) -> torch.Tensor:
-        if self.in_triton:
-            return moe_permute_triton.spread_rows(x_NH[:, columns], self.map.row_of_TK, None)
-        return x_NH[:, columns].index_select(0, self.map.token_of_row)
+    def gate_up_gradient(
+        self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor, gather_bytes: int
+    ) -> torch.Tensor:
+        shape = (self.experts, dhidden_R2I.shape[1], x_NH.shape[1])
+        return self._side_by_side(
+            lambda x_RB: self.products.weights(dhidden_R2I, x_RB), x_NH, gather_bytes, shape, dim=2
+        )
+
+    def down_gradient(
+        self, grad_NH: torch.Tensor, activation_RI: torch.Tensor, gather_bytes: int
+    ) -> torch.Tensor:
+        shape = (self.experts, grad_NH.shape[1], activation_RI.shape[1])
+        return self._side_by_side(
+            lambda dy_RB: self.products.weights(dy_RB, activation_RI),
+            grad_NH, gather_bytes, shape, dim=1,
+        )  # fmt: skip
+
+    def _side_by_side(
+        self,
+        product: Callable[[torch.Tensor], torch.Tensor],
+        x_NH: torch.Tensor,
+        gather_bytes: int,
+        shape: tuple[int, int, int],
+        *,
+        dim: int,
+    ) -> torch.Tensor:
+        """product(blocks of columns of the token of every row), put together along `dim` of
+        [E, M, N]. One block is not copied."""
+        rows, width = self.map.order.shape[0], x_NH.shape[1]
+        parts = max(1, -(-rows * width * x_NH.element_size() // gather_bytes))
+        # Multiples of 64 keep the alignment that the products need.
+        step = max(1, -(-width // (64 * parts))) * 64
+        if step >= width:
+            return product(self._gather(x_NH))
+        out = x_NH.new_empty(shape)
+        for first in range(0, width, step):
+            columns = slice(first, min(first + step, width))
+            block = product(self._gather(x_NH[:, columns]))
+            out.narrow(dim, first, block.shape[dim]).copy_(block)
+        return out
+
+    def _gather(self, x_NB: torch.Tensor) -> torch.Tensor:
+        """The token of every row."""
+        out_RB = x_NB.new_empty((self.map.order.shape[0], x_NB.shape[1]))
+        permute_into(out_RB, x_NB, self.map)
+        return out_RB
 
     def _gather_range(self, x_NH: torch.Tensor, rows: slice) -> torch.Tensor:
         if not self.in_triton:
             return x_NH.index_select(0, self.map.token_of_row[rows])
         if rows.start == 0 and rows.stop == self.map.order.shape[0]:
-            return self.gather(x_NH, slice(None))
+            return self._gather(x_NH)
         return gather_rows(x_NH, self.map.token_of_row[rows])
 
 
 class FusedSteps(SeparateSteps):
     """Gather and SwiGLU inside of the products of grouped_products_sm90.py, for bfloat16."""
 
-    def __init__(self, map: RoutingMap, products: Products) -> None:
-        super().__init__(map, products, in_triton=True)
+    def __init__(self, map: RoutingMap, products: Products, experts: int) -> None:
+        super().__init__(map, products, experts, in_triton=True)
 
     @functools.cached_property
-    def _ends_E(self) -> torch.Tensor:
+    def _ends_G(self) -> torch.Tensor:
         return self.map.rows_per_expert.cumsum(0)
 
     def up(
@@ -164,12 +217,13 @@ class FusedSteps(SeparateSteps):
         gate_up_E2IH: torch.Tensor,
         probs_C: torch.Tensor | None,
         rows: slice,
-        hidden_C2I: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return grouped_products_sm90.gate_up_product(
+        hidden_C2I: torch.Tensor,
+    ) -> torch.Tensor:
+        _, activation_CI = grouped_products_sm90.gate_up_product(
             x_NH, gate_up_E2IH, self._counts(rows), source=self.map.token_of_row[rows],
             prob=None if probs_C is None else probs_C.float(), hidden=hidden_C2I,
         )  # fmt: skip
+        return activation_CI
 
     def down(
         self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice
@@ -182,23 +236,20 @@ class FusedSteps(SeparateSteps):
         down_EHI: torch.Tensor,
         hidden_R2I: torch.Tensor,
         probs_R: torch.Tensor | None,
+        gradients: HiddenGradients,
         ranges: Sequence[slice],
-        *,
-        need_activation: bool,
-        need_probs: bool,
-    ) -> HiddenGradients:
-        if not grouped_products_sm90.has_aligned_rows(grad_NH):
-            grad_NH = dense(grad_NH)
-        dhidden_R2I, activation_RI, dprobs_R = grouped_products_sm90.down_backward(
-            grad_NH, down_EHI, hidden_R2I, self.map.rows_per_expert,
-            source=self.map.token_of_row, prob=None if probs_R is None else probs_R.float(),
-            in_place=True,
+    ) -> None:
+        rows = slice(ranges[0].start, ranges[-1].stop)
+        activation_RI = gradients.activation_RI
+        _, _, dprobs_C = grouped_products_sm90.down_backward(
+            grad_NH, down_EHI, hidden_R2I[rows], self._counts(rows),
+            source=self.map.token_of_row[rows],
+            prob=None if probs_R is None else probs_R[rows].float(),
+            dhidden=gradients.dhidden_R2I[rows],
+            activation=None if activation_RI is None else activation_RI[rows],
         )  # fmt: skip
-        return (
-            dhidden_R2I,
-            activation_RI if need_activation else None,
-            dprobs_R if need_probs else None,
-        )
+        if gradients.dprobs_R is not None:
+            gradients.dprobs_R[rows] = dprobs_C
 
     def dx(
         self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice
@@ -207,7 +258,7 @@ class FusedSteps(SeparateSteps):
 
     def _counts(self, rows: slice) -> torch.Tensor:
         """How many rows of the range each expert has, int64 [E]."""
-        if rows.start == 0 and rows.stop == self.map.order.shape[0]:
+        is_whole = rows.start == 0 and rows.stop == self.map.order.shape[0]
+        if is_whole and self.map.rows_per_expert.shape[0] == self.experts:
             return self.map.rows_per_expert
-        ends_E = (self._ends_E - rows.start).clamp_(0, rows.stop - rows.start)
-        return ends_E.diff(prepend=ends_E.new_zeros(1))
+        return counts_within(self._ends_G, rows.start, rows.stop, self.experts)

@@ -2,7 +2,8 @@
 
 Both directions are gathers, forward and backward: a token's K rows are added in the order of its
 choices, in fp32, so results do not vary from run to run (no scatter-add, no atomics).
-Shape suffixes: T tokens, K experts per token, R = T K rows, H hidden dim.
+Shape suffixes: T tokens, K experts per token, R rows (T K, or fewer where pairs have none), H
+hidden dim.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def combine(
 
     The sum is in fp32 in the order of k and rounded once to the rows' dtype. Differentiable in rows
     and, if given, in probs [T, K], whose gradient is a row dot product in fp32, in probs' dtype.
-    Raises ValueError if a shape does not match the map.
+    A pair without a row adds nothing. Raises ValueError if a shape does not match the map, or for
+    probs with a map in which pairs have no row.
     """
     choices = map.row_of_TK.shape[1]
     if num_tokens != map.num_tokens:
@@ -63,6 +65,8 @@ def combine(
         raise ValueError(
             f"combine: probs must be [{num_tokens}, {choices}], got {tuple(probs_TK.shape)}"
         )
+    if probs_TK is not None and map.order.shape[0] != map.row_of_TK.numel():
+        raise ValueError("combine: probs need a map in which every pair has a row")
     implementation = choose("combine", rows_RH)
     if implementation == "reference":
         return combine_reference(rows_RH, map, num_tokens, probs_TK)
@@ -77,10 +81,28 @@ def combine_reference(
 ) -> torch.Tensor:
     """`combine` with the [T, K, H] terms written out, in fp32 (or float64); autograd's gradient."""
     assert num_tokens == map.num_tokens
-    terms_TKH = rows_RH.to(accumulation_dtype(rows_RH.dtype))[map.row_of_TK]
+    wide_RH = rows_RH.to(accumulation_dtype(rows_RH.dtype))
+    terms_TKH = torch.cat([wide_RH, wide_RH.new_zeros(1, wide_RH.shape[1])])[
+        map.row_of_TK.clamp(max=rows_RH.shape[0])
+    ]
     if probs_TK is not None:
         terms_TKH = terms_TKH * probs_TK.to(terms_TKH.dtype).unsqueeze(-1)
     return terms_TKH.sum(dim=1).to(rows_RH.dtype)
+
+
+def permute_into(out_RH: torch.Tensor, x_TH: torch.Tensor, map: RoutingMap) -> None:
+    """`permute` to a dense out [R, H], without a graph."""
+    if choose("permute", x_TH) == "triton":
+        moe_permute_triton.spread_rows(x_TH, map.row_of_TK, None, out_RH)
+    else:
+        torch.index_select(x_TH, 0, map.token_of_row, out=out_RH)
+
+
+def _spread(
+    x_TH: torch.Tensor, row_of_TK: torch.Tensor, probs_TK: torch.Tensor | None, rows: int
+) -> torch.Tensor:
+    out_RH = x_TH.new_empty((rows, x_TH.shape[1]))
+    return moe_permute_triton.spread_rows(x_TH, row_of_TK, probs_TK, out_RH)
 
 
 class _Permute(torch.autograd.Function):
@@ -95,7 +117,7 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(row_of_TK)
         ctx.implementation = implementation
         if implementation == "triton":
-            return moe_permute_triton.spread_rows(x_TH, row_of_TK, None)
+            return _spread(x_TH, row_of_TK, None, token_of_row.shape[0])
         return x_TH.index_select(0, token_of_row)
 
     @staticmethod
@@ -134,7 +156,7 @@ class _Combine(torch.autograd.Function):
                     grad_TH, rows_RH, row_of_TK, probs_TK, need_rows=need_rows
                 )
             elif need_rows:
-                drows = moe_permute_triton.spread_rows(grad_TH, row_of_TK, probs_TK)
+                drows = _spread(grad_TH, row_of_TK, probs_TK, order.shape[0])
             return drows, dprobs, None, None
         if need_rows:
             drows = _row_gradients(grad_TH, probs_TK, order, token_of_row)
@@ -182,6 +204,9 @@ def _gather_sum(
     total_TH = rows_RH.new_zeros((row_of_TK.shape[0], rows_RH.shape[1]), dtype=wide)
     # With a strided index, torch's gather takes an element-wise path: 0.16 ms instead of about
     # 0.02 ms for [8192, 2048] bf16 on an H200.
+    if rows_RH.shape[0] != row_of_TK.numel():  # a pair without a row has that of zeros
+        rows_RH = torch.cat([rows_RH, rows_RH.new_zeros(1, rows_RH.shape[1])])
+        row_of_TK = row_of_TK.clamp(max=rows_RH.shape[0] - 1)
     for choice, row_of_T in enumerate(row_of_TK.t().contiguous().unbind(0)):
         rows_TH = rows_RH.index_select(0, row_of_T)
         if probs_TK is None:

@@ -1,8 +1,9 @@
 """The Triton row movement of `moe_permute`: every row is read once and written once.
 
 A token's program walks over its K rows by `row_of`, in the direction of either gather or scatter;
-since `row_of` is a permutation, no two programs write the same row, and sums have one order. Blocks
-of a row are at most 4 KB, two 16-byte accesses a thread, except where a dot product wants the row.
+since no row is twice in `row_of`, no two programs write the same row, and sums have one order.
+Blocks of a row are at most 4 KB, two 16-byte accesses a thread, except where a dot product wants
+the row.
 
 Accesses are vectors of V elements, the largest power of two up to 16 bytes that divides every
 address, row stride and H; V is 1 where adjacent elements are not.
@@ -25,23 +26,26 @@ _MAX_UNROLL = 8
 
 
 def spread_rows(
-    x_TH: torch.Tensor, row_of_TK: torch.Tensor, probs_TK: torch.Tensor | None
+    x_TH: torch.Tensor,
+    row_of_TK: torch.Tensor,
+    probs_TK: torch.Tensor | None,
+    out_RH: torch.Tensor,
 ) -> torch.Tensor:
     """out[row_of[t, k]] = probs[t, k] x[t] (probs 1 if None): [T, H] -> [R, H] in x's dtype.
 
     The product is fp32, rounded once; without probs bits are copied. Each token is read once. Any
-    strides. row_of: int64, a permutation of 0..R-1.
+    strides of x; out is dense. row_of: int64, every one of 0..R-1 once; a larger one is no row.
     """
     tokens, hidden = x_TH.shape
     choices = row_of_TK.shape[1]
-    out_RH = x_TH.new_empty((tokens * choices, hidden))
     if out_RH.numel() == 0:
         return out_RH
     vector = _vector_elements(x_TH, out_RH)
     block, warps = _block(hidden, x_TH.element_size(), _BLOCK_BYTES)
     blocks = triton.cdiv(hidden, block)
     _spread_kernel[(tokens * blocks,)](
-        x_TH, *_strides(x_TH, vector), out_RH, _dense(row_of_TK), _dense(probs_TK),
+        x_TH, *_strides(x_TH, vector), out_RH, out_RH.shape[0], _dense(row_of_TK),
+        _dense(probs_TK),
         HAS_PROBS=probs_TK is not None, K=choices, H=hidden, V=vector, BLOCK=block, BLOCKS=blocks,
         num_warps=warps,
     )  # fmt: skip
@@ -53,7 +57,8 @@ def gather_sum(
 ) -> torch.Tensor:
     """out[t] = sum_k probs[t, k] rows[row_of[t, k]]: [R, H] -> [T, H] in the rows' dtype.
 
-    Summed in fp32 in the order of k, rounded once. Any strides. row_of: int64, values in 0..R-1.
+    Summed in fp32 in the order of k, rounded once. Any strides. row_of: int64; one of R or more is
+    no row, and adds nothing.
     """
     tokens, choices = row_of_TK.shape
     hidden = rows_RH.shape[1]
@@ -65,7 +70,8 @@ def gather_sum(
     block, warps = _block(hidden, rows_RH.element_size(), _BLOCK_BYTES)
     blocks = triton.cdiv(hidden, block)
     _gather_sum_kernel[(tokens * blocks,)](
-        rows_RH, *_strides(rows_RH, vector), out_TH, _dense(row_of_TK), _dense(probs_TK),
+        rows_RH, *_strides(rows_RH, vector), rows_RH.shape[0], out_TH, _dense(row_of_TK),
+        _dense(probs_TK),
         HAS_PROBS=probs_TK is not None, K=choices, UNROLL=unroll, H=hidden, V=vector,
         BLOCK=block, BLOCKS=blocks, num_warps=warps,
     )  # fmt: skip
@@ -145,7 +151,7 @@ def _token_and_column(H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 
 @triton.jit
 def _spread_kernel(
-    x_ptr, x_row_step, x_column_stride, out_ptr, row_of_ptr, probs_ptr,
+    x_ptr, x_row_step, x_column_stride, out_ptr, rows, row_of_ptr, probs_ptr,
     HAS_PROBS: tl.constexpr, K: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -158,12 +164,13 @@ def _spread_kernel(
         if HAS_PROBS:
             prob = tl.load(probs_ptr + token * K + choice)
             value = (x.to(tl.float32) * prob.to(tl.float32)).to(x.dtype)
-        tl.store(out_ptr + row * H + column, value, mask=exists)
+        is_there = column < tl.where(row < rows, H, 0)
+        tl.store(out_ptr + row * H + column, value, mask=is_there)
 
 
 @triton.jit
 def _gather_sum_kernel(
-    rows_ptr, rows_row_step, rows_column_stride, out_ptr, row_of_ptr, probs_ptr,
+    rows_ptr, rows_row_step, rows_column_stride, rows, out_ptr, row_of_ptr, probs_ptr,
     HAS_PROBS: tl.constexpr, K: tl.constexpr, UNROLL: tl.constexpr, H: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +181,8 @@ def _gather_sum_kernel(
         for step in tl.static_range(UNROLL):
             choice = first + step
             row = tl.load(row_of_ptr + token * K + choice)
-            term = tl.load(rows_ptr + row * rows_row_step * V, mask=exists, other=0.0)
+            is_there = column < tl.where(row < rows, H, 0)
+            term = tl.load(rows_ptr + row * rows_row_step * V, mask=is_there, other=0.0)
             term = term.to(tl.float32)
             if HAS_PROBS:
                 term *= tl.load(probs_ptr + token * K + choice).to(tl.float32)

@@ -1,11 +1,12 @@
 """Routing map of a mixture-of-experts layer: which row of the sorted buffer holds which token.
 
-Shape suffixes: T tokens, K experts per token, E experts, R = T K rows.
+Shape suffixes: T tokens, K experts per token, E experts, R rows, T K where every pair has one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -15,14 +16,14 @@ from .dispatch import choose
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingMap:
-    """A permutation of the (token, choice) pairs that sorts them by expert, then token."""
+    """The (token, choice) pairs sorted by expert, then token: all of them, or those with a row."""
 
     order: torch.Tensor
-    """int64 [R]: row r holds the pair order[r] = t K + k; a permutation of 0..R-1."""
+    """int64 [R]: row r holds the pair order[r] = t K + k; each pair once at most."""
     token_of_row: torch.Tensor
     """int64 [R]: the token t of row r, order // K."""
     row_of_TK: torch.Tensor
-    """int64 [T, K]: the row of pair (t, k), the inverse of `order`."""
+    """int64 [T, K]: the row of pair (t, k), the inverse of `order`; R or more for one without."""
     rows_per_expert: torch.Tensor
     """int64 [E]: rows of each expert, consecutive in expert order; sums to R."""
 
@@ -30,6 +31,21 @@ class RoutingMap:
     def num_tokens(self) -> int:
         """T."""
         return self.row_of_TK.shape[0]
+
+    @functools.cached_property
+    def rising_rows_TK(self) -> torch.Tensor:
+        """Each token's rows in their own order, those of its choices if its expert ids rise."""
+        return self.row_of_TK if self.row_of_TK.shape[1] == 1 else self.row_of_TK.sort(1).values
+
+    def without_last_expert(self, num_rows: int) -> RoutingMap:
+        """The map without the pairs of the last expert, which then have no row: that expert stands
+        for none. num_rows: those of all the others, known to the host; nothing is read back."""
+        return RoutingMap(
+            order=self.order[:num_rows],
+            token_of_row=self.token_of_row[:num_rows],
+            row_of_TK=self.row_of_TK,
+            rows_per_expert=self.rows_per_expert[:-1],
+        )
 
 
 def routing_map(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:

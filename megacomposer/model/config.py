@@ -109,6 +109,12 @@ class ModelConfig(Config):
     """MoE layer: ours, or for comparison megatron-core's router, dispatcher and loop over experts,
     whose auxiliary loss is per micro-batch and which cannot replay."""
 
+    moe_exchange: Literal["auto", "collective", "peer"] = "auto"
+    """How tokens travel to the ranks of their experts: all-to-all collectives, or copies from peer
+    memory between GPUs of one host; auto takes the second where it can. Results are the same."""
+    moe_exchange_parts: int = 1
+    """Tokens travel in so many parts, and the experts work on one while the next is on its way."""
+
     mtp_num_layers: int = 0
     """Multi-token-prediction depths (DeepSeek-V3, arXiv 2412.19437)."""
     mtp_loss_weight: float = 0.1
@@ -116,6 +122,10 @@ class ModelConfig(Config):
 
     init_std: float = 0.02
     """Standard deviation of weights; residual outputs get it divided by sqrt(2 num_layers)."""
+    embedding_init_std: float = 0.0
+    """Standard deviation of the embedding; 0 means init_std. Near 1 a token's own embedding
+    outweighs what layers add to it at first, so that tokens differ in front of the routers (arXiv
+    2312.16903 argues for 1, for another reason)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of activations and of the weights in compute. Master weights are float32 always."""
     recompute: Literal["none", "full"] = "none"
@@ -128,6 +138,15 @@ class ModelConfig(Config):
         for name in (*sizes, "vocab_size", "vocab_pad_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be >= 1")
+        if self.embedding_init_std < 0:
+            raise ValueError(
+                f"model.embedding_init_std is {self.embedding_init_std}; it must be >= 0"
+            )
+        if self.embedding_init_std and self.tie_embeddings:
+            raise ValueError(
+                "model.embedding_init_std would also scale the output projection of"
+                " model.tie_embeddings; leave it 0"
+            )
         if self.mtp_num_layers < 0:
             raise ValueError(f"model.mtp_num_layers is {self.mtp_num_layers}; it must be >= 0")
         self._check_attention()
@@ -167,6 +186,10 @@ class ModelConfig(Config):
             raise ValueError(
                 f"model.experts_per_token is {self.experts_per_token}; it must be between 1 and"
                 f" model.num_experts = {self.num_experts}"
+            )
+        if self.moe_exchange_parts < 1:
+            raise ValueError(
+                f"model.moe_exchange_parts is {self.moe_exchange_parts}; it must be >= 1"
             )
         if self.moe_ffn_hidden_size <= 0:
             raise ValueError("model.moe_ffn_hidden_size must be > 0 when model.num_experts is")

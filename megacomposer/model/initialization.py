@@ -12,15 +12,17 @@ from megacomposer.model.config import ModelConfig
 from megacomposer.model.parameters import ParameterShard
 
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "experts.down")
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @torch.no_grad()
 def initialize_parameters(shards: list[ParameterShard], config: ModelConfig, *, seed: int) -> None:
     """Fill every shard in place: norms 1, weights normal(0, init_std), float32.
 
-    Weights that write to the residual stream get init_std / sqrt(2 num_layers) (GPT-2). Each dim-0
-    slice of a stacked expert weight has its own stream, so a rank draws its own experts only. Other
-    parameters are drawn whole, one at a time. Equal bits need the same kind of device.
+    Weights that write to the residual stream get init_std / sqrt(2 num_layers) (GPT-2), the
+    embedding embedding_init_std if it is set. Each dim-0 slice of a stacked expert weight has its
+    own stream, so a rank draws its own experts only. Other parameters are drawn whole, one at a
+    time. Equal bits need the same kind of device.
     """
     for shard in shards:
         if len(shard.layout.global_shape) == 1:
@@ -29,6 +31,8 @@ def initialize_parameters(shards: list[ParameterShard], config: ModelConfig, *, 
         std = config.init_std
         if shard.name.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * config.num_layers)
+        elif shard.name == _EMBEDDING:
+            std = config.embedding_init_std or std
         if shard.kind == "expert":
             _fill_experts(shard, std, seed)
         else:

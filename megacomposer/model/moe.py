@@ -1,12 +1,13 @@
 """Mixture-of-experts layer: stacked experts and the expert-parallel dispatcher.
 
 megatron-core's layer keeps its shape (router, shared expert, six dispatcher stages); the experts
-and the dispatcher are ours. Shape letters: T local tokens, K experts per token, R = T * K routed
-rows, P rows received by this rank's experts, E experts, L local experts, H hidden, I intermediate.
+and the dispatcher are ours. Shape letters: T tokens of this rank, K experts per token, N tokens
+that this rank's experts get, E experts, L local experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,9 +19,19 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacomposer.kernels.grouped_mlp import grouped_swiglu
-from megacomposer.kernels.moe_permute import combine, permute
 from megacomposer.kernels.moe_routing import RoutingMap, routing_map
-from megacomposer.mesh.collectives import all_to_all_rows
+from megacomposer.mesh.row_transport import RowTransport, TransportName, choose_transport
+from megacomposer.model.expert_exchange import ExpertExchange, exchange_gates, plan_exchange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What megatron-core's stages hand to the experts in the place of row counts."""
+
+    map: RoutingMap
+    """Of the tokens that this rank's experts get, to them."""
+    exchange: ExpertExchange | None
+    """None without expert parallelism."""
 
 
 class StackedExperts(MegatronModule):
@@ -38,97 +49,95 @@ class StackedExperts(MegatronModule):
         )
 
     def forward(
-        self, tokens_NH: torch.Tensor, map: RoutingMap, probs_NK: torch.Tensor
+        self, tokens_TH: torch.Tensor, routed: Routed, gates_NK: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """The sum of each token's experts, weighted by the routing probability: [N, H], in the
-        order of the tokens. map: of the tokens to local experts."""
-        return grouped_swiglu(tokens_NH, self.gate_up, self.down, map, probs_NK), None
+        """The sum of each token's experts, weighted by its gates: [T, H]. The experts of other
+        ranks are among them where `routed` has an exchange."""
+        out_TH = grouped_swiglu(
+            tokens_TH, self.gate_up, self.down, routed.map, gates_NK, routed.exchange
+        )
+        return out_TH, None
 
 
 class ExpertDispatcher(MoETokenDispatcher):
     """Moves tokens to the ranks of their experts and back, in megatron-core's six stages.
 
-    One copy per (token, expert) over `all_to_all_single`; without expert parallelism nothing moves.
-    Deterministic: stable sorts, and a fixed-order float32 sum in the combine.
+    One copy per (token, rank), expanded to rows by the experts' gather. Tokens are sent in
+    `token_dispatch`; the experts wait for each part of them, and send its results back while they
+    work on the next. Deterministic: stable maps, and float32 sums in a fixed order.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        transport: TransportName,
+        parts: int,
+    ) -> None:
         super().__init__(config, pg_collection)
-        self.topk = config.moe_router_topk
-        self.num_experts = config.num_moe_experts
-        self.num_local_experts = self.num_experts // self.ep_group.size()
+        self.num_experts, self.parts = config.num_moe_experts, parts
+        self.transport: RowTransport | None = None
+        if self.ep_group.size() > 1:
+            self.transport = choose_transport(self.ep_group, transport)
         self.tokens_per_expert_E: torch.Tensor | None = None
         """Tokens that this rank routed to each expert in the last forward, int64 [E]."""
 
     def dispatch_preprocess(
         self, hidden: torch.Tensor, ids_TK: torch.Tensor, gates_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort one row per (token, expert) by expert. Returns rows [R, H] and probs [R]; without
-        expert parallelism tokens [T, H] and probs [T, K], which the experts gather themselves."""
-        self.hidden_shape = hidden.shape
-        tokens_TH = hidden.reshape(-1, hidden.shape[-1])
-        self.map: RoutingMap = routing_map(ids_TK, self.num_experts)
-        self.tokens_per_expert_E = self.map.rows_per_expert
-        if self.ep_group.size() == 1:
-            return tokens_TH, gates_TK
-        probs_R = gates_TK.reshape(-1)[self.map.order]
-        return permute(tokens_TH, self.map), probs_R
+        """Plans the exchange, and returns tokens [T, H] and gates [T, K]. Waits for the device,
+        once, for the counts of all ranks; without expert parallelism it does not."""
+        self.hidden_shape, self.ids_TK = hidden.shape, ids_TK
+        if self.transport is None:
+            self.map = routing_map(ids_TK, self.num_experts)
+            self.tokens_per_expert_E = self.map.rows_per_expert
+        else:
+            self.plan, self.tokens_per_expert_E = plan_exchange(
+                ids_TK, self.num_experts, self.parts, self.ep_group
+            )
+        return hidden.reshape(-1, hidden.shape[-1]), gates_TK
 
     def token_dispatch(
-        self, rows_RH: torch.Tensor, probs_R: torch.Tensor
+        self, tokens_TH: torch.Tensor, gates_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange counts, then rows, over the expert-parallel group."""
-        size = self.ep_group.size()
-        if size == 1:
-            return rows_RH, probs_R
-        counts = self.map.rows_per_expert.view(size, self.num_local_experts)
-        received = torch.empty_like(counts)
-        torch.distributed.all_to_all_single(received, counts.contiguous(), group=self.ep_group)
-        self.received_counts = received
-        self.send_rows: list[int] = counts.sum(1).tolist()
-        self.receive_rows: list[int] = received.sum(1).tolist()
-        rows = all_to_all_rows(rows_RH, self.send_rows, self.receive_rows, self.ep_group)
-        probs = all_to_all_rows(probs_R, self.send_rows, self.receive_rows, self.ep_group)
-        return rows, probs
+        """Sends gates and ids, then tokens; the gates [N, K] of the received tokens are there
+        first. Without expert parallelism nothing moves."""
+        self.exchange = None
+        if self.transport is not None:
+            self.exchange = ExpertExchange(self.plan, self.transport)
+            gates_TK, self.ids_TK = exchange_gates(
+                gates_TK, self.ids_TK, self.num_experts, self.plan, self.ep_group
+            )
+            self.exchange.start(tokens_TH)
+        return tokens_TH, gates_TK
 
     def dispatch_postprocess(
-        self, rows_PH: torch.Tensor, probs_P: torch.Tensor
-    ) -> tuple[torch.Tensor, RoutingMap, torch.Tensor]:
-        """The map of the received rows, which come sorted by (source rank, expert), to experts."""
-        if self.ep_group.size() == 1:
-            return rows_PH, self.map, probs_P
-        experts = torch.arange(self.num_local_experts, device=rows_PH.device)
-        expert_of_row = torch.repeat_interleave(
-            experts.repeat(self.ep_group.size()),
-            self.received_counts.flatten(),
-            output_size=rows_PH.shape[0],  # known: no wait for the device
-        )
-        return (
-            rows_PH,
-            routing_map(expert_of_row[:, None], self.num_local_experts),
-            probs_P[:, None],
-        )
+        self, tokens_TH: torch.Tensor, gates_NK: torch.Tensor
+    ) -> tuple[torch.Tensor, Routed, torch.Tensor]:
+        """The map of the received tokens to the local experts, while they arrive."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            num_local = self.num_experts // self.ep_group.size()
+            self.map = exchange.local_map(self.ids_TK, num_local)
+        return tokens_TH, Routed(map=self.map, exchange=exchange), gates_NK
 
-    def combine_preprocess(self, rows_PH: torch.Tensor) -> torch.Tensor:
-        """Nothing: the experts return rows in the order in which they came."""
-        return rows_PH
+    def combine_preprocess(self, out_TH: torch.Tensor) -> torch.Tensor:
+        """Nothing: the experts have sent their results back."""
+        return out_TH
 
-    def token_combine(self, rows_PH: torch.Tensor) -> torch.Tensor:
-        """Send every row back to the rank of its token."""
-        if self.ep_group.size() == 1:
-            return rows_PH
-        return all_to_all_rows(rows_PH, self.receive_rows, self.send_rows, self.ep_group)
+    def token_combine(self, out_TH: torch.Tensor) -> torch.Tensor:
+        """Nothing: results have come back and are summed."""
+        return out_TH
 
-    def combine_postprocess(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        """Sum the K rows of each token in float32 and restore the hidden shape."""
-        if self.ep_group.size() == 1:
-            return rows_RH.view(self.hidden_shape)
-        num_tokens = rows_RH.shape[0] // self.topk
-        return combine(rows_RH, self.map, num_tokens).view(self.hidden_shape)
+    def combine_postprocess(self, out_TH: torch.Tensor) -> torch.Tensor:
+        """Restores the hidden shape."""
+        return out_TH.view(self.hidden_shape)
 
 
 class MoELayer(CoreMoELayer):
-    """megatron-core's MoE layer with our dispatcher, and a count of tokens per expert.
+    """megatron-core's MoE layer with our dispatcher, and a count of tokens per expert. The shared
+    experts work while the tokens travel.
 
     `tokens_per_expert` [E] sums over forwards that build a graph until the training step clears it.
     (With full recomputation each token counts twice; only ratios are used.)
@@ -138,19 +147,32 @@ class MoELayer(CoreMoELayer):
         self,
         config: TransformerConfig,
         *args: Any,
+        transport: TransportName,
+        parts: int,
         pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ) -> None:
         groups = pg_collection or get_default_pg_collection()
         super().__init__(config, *args, pg_collection=groups, **kwargs)
-        self.token_dispatcher = ExpertDispatcher(config, groups)
+        self.token_dispatcher = ExpertDispatcher(config, groups, transport=transport, parts=parts)
         self.tokens_per_expert = torch.zeros(
             config.num_moe_experts, dtype=torch.float32, device=torch.cuda.current_device()
         )
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> None:
+        """megatron-core's first step, put off to `dispatch`."""
+        self._shared_input = hidden_states
 
     def dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.is_grad_enabled():
             self.tokens_per_expert += self.token_dispatcher.tokens_per_expert_E
-        return super().dispatch(hidden_states, probs)
+        dispatched = super().dispatch(hidden_states, probs)
+        self._shared_output = super().shared_experts_compute(self._shared_input)
+        del self._shared_input
+        return dispatched
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: None) -> torch.Tensor:
+        shared, self._shared_output = self._shared_output, None
+        return super().postprocess(output, shared)

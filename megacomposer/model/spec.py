@@ -148,6 +148,7 @@ def _moe_spec(config: ModelConfig, backend: BackendSpecProvider) -> ModuleSpec:
         return megatron_moe_spec(shared_experts)
     return ModuleSpec(
         module=MoELayer,
+        params={"transport": config.moe_exchange, "parts": config.moe_exchange_parts},
         submodules=MoESubmodules(
             experts=backend.grouped_mlp_modules(True),
             shared_experts=shared_experts,

@@ -36,6 +36,7 @@ _TRAINING_FIELDS = (
     "recompute",
     "backend",
     "init_std",
+    "embedding_init_std",
     "mtp_loss_weight",
     "router_aux_loss_coeff",
     "router_bias_update_rate",

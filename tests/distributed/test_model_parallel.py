@@ -29,6 +29,10 @@ MODELS = {"mla": MLA, "gqa": GQA, "dense": DENSE}
 CASES = {
     "mla, tp2 ep2": (MLA, TP2),
     "mla, ep4": (MLA, MeshConfig(ep=4)),
+    "mla, ep2, tokens in 3 parts": (
+        dataclasses.replace(MLA, moe_exchange_parts=3),
+        MeshConfig(ep=2),
+    ),
     "mla, cp2": (MLA, MeshConfig(cp=2)),
     "mla, dense 2 x 2, experts 2 x 2": (MLA, MeshConfig(dense_shard=2, expert_shard=2)),
     "mla, ep2, experts replicated": (MLA, MeshConfig(ep=2, expert_shard=1)),

@@ -132,10 +132,10 @@ def test_rows_past_the_last_expert_are_refused_not_left_as_garbage(experts: int)
 import torch
 from megacomposer.kernels.grouped_products import GroupedMm
 counts = torch.full(({experts},), 3, device="cuda")
-GroupedMm(counts, {3 * experts})
+GroupedMm(counts, {3 * experts}, {experts})
 torch.cuda.synchronize()
 print("accepted")
-GroupedMm(counts, {3 * experts} + 1)
+GroupedMm(counts, {3 * experts} + 1, {experts})
 torch.cuda.synchronize()
 print("not refused")
 """

@@ -259,9 +259,9 @@ def test_nothing_but_tokens_preactivations_and_probs_is_saved(ranges: None) -> N
 
 def test_row_counts_that_miss_rows_are_refused_not_left_unwritten() -> None:
     with pytest.raises(ValueError, match="sums to 4 but the map has 5 rows"):
-        ExpertLoop(torch.tensor([1, 3]), 5)
+        ExpertLoop(torch.tensor([1, 3]), 5, 2)
     with pytest.raises(RuntimeError):
-        GroupedMm(torch.tensor([1, 3]), 5)
+        GroupedMm(torch.tensor([1, 3]), 5, 2)
 
 
 def test_operands_that_do_not_fit_together_are_refused() -> None:

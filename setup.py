@@ -55,6 +55,7 @@ NATIVE_LIBRARIES = (
         sources=(
             "csrc/batched_products_sm90.cu",
             "csrc/grouped_products_sm90.cu",
+            "csrc/grouped_weights_sm90.cu",
             "csrc/small_newton_schulz_sm90.cu",
         ),
         module="megacomposer.kernels._sm90",

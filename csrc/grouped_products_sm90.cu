@@ -108,42 +108,6 @@ __device__ void produce(const Problem& p, Shared& shared, int rank) {
 
 // ---- multiplying ----------------------------------------------------------------------------------
 
-template <int kCluster>
-__device__ __forceinline__ void skip(Shared& shared, Position& at, int stages) {
-    for (int i = 0; i < stages; ++i) {
-        barrier_wait(&shared.full[at.stage], at.phase);
-        release<kCluster>(shared, at.stage);
-        at.advance();
-    }
-}
-
-template <bool kRowsB, int kCluster>
-__device__ __forceinline__ void multiply(float (&acc)[128], Shared& shared, int group, int k_tiles,
-                                         bool gathered, Position& at) {
-    int previous = -1;
-    for (int i = 0; i < k_tiles; ++i) {
-        barrier_wait(&shared.full[at.stage], at.phase);
-        if (gathered) fence_async_proxy();  // the rows came by ordinary copies, wgmma is not
-        const uint32_t a = shared_address(shared.a[at.stage]) + group * kBlockBytes;
-        const uint32_t b = shared_address(shared.b[at.stage]);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kTileK / 16; ++k) {
-            // 16 elements on: 32 bytes inside the swizzle, or 16 rows of 128 bytes
-            const uint64_t da = operand(a + k * 32, kBlockBytes, 1024);
-            const uint64_t db = operand(b + k * (kRowsB ? 32 : 2048), kBlockBytes, 1024);
-            wgmma_n256_bf16<0, !kRowsB>(acc, da, db, i > 0 || k > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (previous >= 0) release<kCluster>(shared, previous);
-        previous = at.stage;
-        at.advance();
-    }
-    wgmma_wait<0>();
-    release<kCluster>(shared, previous);
-}
-
 template <int kEpilogue, bool kRowsB, int kCluster>
 __device__ void consume(const Problem& p, Shared& shared, int rank, int group) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -169,7 +133,7 @@ __device__ void consume(const Problem& p, Shared& shared, int rank, int group) {
             }
         }
         float acc[128];
-        multiply<kRowsB, kCluster>(acc, shared, group, k_tiles, gathered, at);
+        multiply<true, kRowsB, kCluster>(acc, shared, group, k_tiles, gathered, at);
         if constexpr (kEpilogue == kPlain) store_plain(acc, p, writer, row, tile.column);
         if constexpr (kEpilogue == kSwiglu) store_swiglu(acc, p, writer, row, tile.column, prob);
         if constexpr (kEpilogue == kSwigluBackward)
@@ -184,14 +148,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     Shared& shared =
         *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
     const int rank = blockIdx.x % kCluster;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            // the thread that issues bulk copies, and all that gather
-            barrier_init(&shared.full[i], p.source == nullptr ? 1 : 1 + kProducers);
-            barrier_init(&shared.empty[i], kConsumerWarps * kCluster);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == 0)  // the thread that issues bulk copies arrives, and all that gather
+        init_barriers<kCluster>(shared, p.source == nullptr ? 1 : 1 + kProducers);
     if (threadIdx.x / 32 == 1) find_experts<kCluster>(p, shared);
     __syncwarp();
     cluster_sync();

@@ -5,48 +5,6 @@
 
 namespace grouped {
 
-// 16 x 64 results of a warp as its threads have them: [j][h] is row 8 h + lane / 4 and columns
-// 8 j + 2 (lane % 4) and the next.
-using Packed = uint32_t[8][2];
-
-// One 16-byte store: the compiler makes four of some assignments.
-__device__ __forceinline__ void store_chunk(__nv_bfloat16* target, const uint4& value) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(value.x),
-                 "r"(value.y), "r"(value.z), "r"(value.w)
-                 : "memory");
-}
-
-// Where a warp's 16 rows go. Each block of 64 columns passes through shared memory, for stores of
-// whole lines, which also leave out what is not of the tile.
-struct Writer {
-    uint32_t staging;
-    int rows;  // of the 16, those that are stored; may be negative
-
-    __device__ __forceinline__ void write(const Packed& packed, __nv_bfloat16* target, long stride,
-                                          int columns) const {
-        const int lane = threadIdx.x % 32, block = lane / 8, in_block = lane % 8;
-        __syncwarp();  // every lane has read the block before
-#pragma unroll
-        for (int j = 0; j < 8; j += 2)
-            store_blocks<false>(staging + swizzled(8 * (block & 1) + in_block, j + (block >> 1)),
-                                packed[j][0], packed[j][1], packed[j + 1][0], packed[j + 1][1]);
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = 4 * i + block;
-            const uint4 value = load_shared_chunk(staging + swizzled(row, in_block));
-            if (row < rows && 8 * in_block < columns)
-                store_chunk(target + row * stride + 8 * in_block, value);
-        }
-    }
-};
-
-__device__ __forceinline__ void pack(Packed& packed, const float* acc) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-        packed[i / 2][i % 2] = pack_halves(acc[2 * i], acc[2 * i + 1], true);
-}
-
 __device__ __forceinline__ float sigmoid(float x) {
     return __fdividef(1.0f, 1.0f + __expf(-x));
 }

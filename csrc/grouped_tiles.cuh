@@ -1,20 +1,11 @@
 // What the kernel of grouped_products_sm90.cu computes and shares, and which tiles a block has.
 #pragma once
 
-#include "sm90.cuh"
+#include "grouped_pipeline.cuh"
 
 namespace grouped {
 
-using namespace sm90;
-
-constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
-constexpr int kStages = 4;
-constexpr int kBlockBytes = 64 * 64 * 2;  // a 64 x 64 block, 64 elements (128 bytes) a row
-constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
-constexpr int kThreads = 384, kProducers = 128;  // a producer warpgroup and two consumers
-constexpr int kConsumers = 2, kConsumerWarps = 4 * kConsumers;
 constexpr int kGroupRows = 2048;  // rows whose tiles are computed column by column
-constexpr int kMaxExperts = 1024;
 
 enum Epilogue { kPlain, kSwiglu, kSwigluBackward };
 
@@ -29,21 +20,8 @@ struct Problem {
     int rows, experts, n, k, columns;  // n: of a result, I for those of 2I columns; columns of tiles
 };
 
-struct Shared {
-    alignas(1024) unsigned char a[kStages][kBytesA];
-    alignas(1024) unsigned char b[kStages][kBytesB];
-    alignas(1024) unsigned char staging[kConsumerWarps][16 * 128];
-    uint64_t full[kStages], empty[kStages];
+struct Shared : Ring {
     int first_row[kMaxExperts + 1], first_tile[kMaxExperts + 1];
-};
-
-// A place in the ring of stages.
-struct Position {
-    int stage = 0, phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) stage = 0, phase ^= 1;
-    }
 };
 
 // ---- which tiles there are ------------------------------------------------------------------------
@@ -58,22 +36,14 @@ __device__ __forceinline__ int inclusive_sum(int value) {
     return value;
 }
 
-// One warp: the first row and tile of every expert. Counts that add up to more than the rows there
-// are lose what is over.
+// One warp: the first row and tile of every expert.
 template <int kCluster>
 __device__ void find_experts(const Problem& p, Shared& shared) {
     const int lane = threadIdx.x % 32;
     int row = 0, tile = 0;
     for (int first = 0; first < p.experts; first += 32) {
         const int e = first + lane;
-        const long count = e < p.experts ? p.rows_per_expert[e] : 0;
-        int end = int(max(0l, min(count, long(p.rows))));
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const int below = __shfl_up_sync(~0u, end, i);
-            if (lane >= i) end = int(min(long(end) + below, long(p.rows)));
-        }
-        end = int(min(long(end) + row, long(p.rows)));
+        const int end = group_end(p.rows_per_expert, p.experts, p.rows, e, row);
         const int before = __shfl_up_sync(~0u, end, 1), begin = lane == 0 ? row : before;
         const int height = kCluster * kTileM;
         const int tiles = tile + inclusive_sum((end - begin + height - 1) / height * p.columns);
@@ -104,14 +74,11 @@ struct Schedule {
         constexpr int kGroup = kGroupRows / (kCluster * kTileM);
         const int first = shared.first_tile[expert];
         const int row_tiles = (shared.first_tile[expert + 1] - first) / columns;
-        const int group = (next - first) / (kGroup * columns);
-        const int rest = next - first - group * kGroup * columns;
-        const int height = min(kGroup, row_tiles - group * kGroup);
-        const int row_tile = group * kGroup + rest % height;
+        int row_tile;
+        find_place<kGroup>(next - first, row_tiles, columns, row_tile, tile.column);
         tile.expert = expert;
         tile.row = shared.first_row[expert] + row_tile * kCluster * kTileM;
         tile.end = shared.first_row[expert + 1];
-        tile.column = rest / height;
         next += gridDim.x / kCluster;
         return true;
     }
@@ -120,13 +87,6 @@ struct Schedule {
 // blocks of 64 columns that a tile of the backward epilogue has
 __device__ __forceinline__ int column_blocks(const Problem& p, int column) {
     return min(kTileN / 64, (p.n - column * kTileN + 63) / 64);
-}
-
-// every warp of both consumers says so, to each block that fills this stage
-template <int kCluster>
-__device__ __forceinline__ void release(Shared& shared, int stage) {
-    const int lane = threadIdx.x % 32;
-    if (lane < kCluster) barrier_arrive_at(&shared.empty[stage], lane);
 }
 
 }  // namespace grouped

@@ -161,16 +161,18 @@ def use_flash_varlen(q: torch.Tensor, max_head_dim: int) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max_head_dim <= 256
 
 
-def use_grouped_sm90(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether the expert MLP runs in the CUDA C++ kernel for Hopper: see `takes` of
-    grouped_products_sm90.py. The layer was measured faster than on `torch._grouped_mm` with gathers
-    and SwiGLU in passes of their own; the last product alone is slower at H = 7168
-    (docs/benchmarks/moe.md)."""
+def use_grouped_sm90(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, groups: int
+) -> bool:
+    """Whether the expert MLP runs in the CUDA C++ kernels for Hopper: see `takes` of
+    grouped_products_sm90.py; groups: of rows, parts times experts. The layer was measured faster
+    than on `torch._grouped_mm` with gathers and SwiGLU in passes of their own; the gradient of the
+    tokens alone is slower at H = 7168 (docs/benchmarks/moe.md)."""
     if not x.is_cuda or _override() is not None:
         return False
     from .grouped_products_sm90 import takes
 
-    return takes(x, gate_up, down)
+    return takes(x, gate_up, down, groups)
 
 
 def use_grouped_mm(x: torch.Tensor, intermediate_dim: int) -> bool:

@@ -74,8 +74,8 @@ def _add_rows(
     assert rows_CH.is_contiguous()
     block = _block(width)
     _add_kernel[(tokens, triton.cdiv(width, block))](
-        out_NH if total_NH is None else total_NH, rows_CH, rows_of_NK, out_NH, first, rows, width,
-        HAS_TOTAL=total_NH is not None, PLACES=places, K=choices, BLOCK_H=block,
+        out_NH if total_NH is None else total_NH, rows_CH, rows_of_NK, out_NH, first, rows,
+        HAS_TOTAL=total_NH is not None, PLACES=places, K=choices, H=width, BLOCK_H=block,
         num_warps=_warps(block),
     )  # fmt: skip
 
@@ -132,24 +132,24 @@ def _add_kernel(
     out_ptr,
     start,
     rows,
-    width,
     HAS_TOTAL: tl.constexpr,
     PLACES: tl.constexpr,
     K: tl.constexpr,
+    H: tl.constexpr,  # so that accesses under a mask of it are seen to be whole vectors
     BLOCK_H: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = column < width
+    mask = column < H
     if PLACES:  # a token without a row in the range is another range's
         row = tl.load(rows_of_ptr + token) - start
-        mask = column < tl.where((row >= 0) & (row < rows), width, 0)
+        mask = column < tl.where((row >= 0) & (row < rows), H, 0)
     total = tl.zeros((BLOCK_H,), tl.float32)
     if HAS_TOTAL:
-        total = tl.load(total_ptr + token * width + column, mask=mask, other=0.0)
+        total = tl.load(total_ptr + token * H + column, mask=mask, other=0.0)
     for choice in tl.static_range(K):
         row = tl.load(rows_of_ptr + token * K + choice) - start
-        inside = tl.where((row >= 0) & (row < rows), width, 0)
-        x = tl.load(rows_ptr + row * width + column, mask=column < inside, other=0.0)
+        inside = tl.where((row >= 0) & (row < rows), H, 0)
+        x = tl.load(rows_ptr + row * H + column, mask=column < inside, other=0.0)
         total += x.to(tl.float32)
-    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + token * H + column, total.to(out_ptr.dtype.element_ty), mask=mask)

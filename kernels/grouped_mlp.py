@@ -93,12 +93,14 @@ def grouped_swiglu(
     if x_NH.is_cuda:
         gate_up_E2IH, down_EHI = dense(gate_up_E2IH), dense(down_EHI)
     experts, _, inner = down_EHI.shape
-    layout = (map.rows_per_expert, map.order.shape[0], experts)
-    products: Products = GroupedMm(*layout) if use_grouped_mm(x_NH, inner) else ExpertLoop(*layout)
     steps: Steps
-    if use_grouped_sm90(x_NH, gate_up_E2IH, down_EHI):
-        steps = FusedSteps(map, products, experts)
+    if use_grouped_sm90(x_NH, gate_up_E2IH, down_EHI, len(exchange.parts) * experts):
+        steps = FusedSteps(map, experts)
     else:
+        layout = (map.rows_per_expert, map.order.shape[0], experts)
+        products: Products = (
+            GroupedMm(*layout) if use_grouped_mm(x_NH, inner) else ExpertLoop(*layout)
+        )
         in_triton = implementation == "triton"
         steps = SeparateSteps(map, products, experts, in_triton=in_triton)
     return _GroupedSwiglu.apply(x_TH, gate_up_E2IH, down_EHI, probs_NK, steps, exchange, arrival)

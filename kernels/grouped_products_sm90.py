@@ -33,9 +33,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def takes(x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, down_EHI: torch.Tensor) -> bool:
-    """Whether the four products of this MLP run here: bfloat16 on a Hopper GPU with the library
-    built, H and I multiples of 8, dense 16-byte aligned weights, at most 1024 experts; x may have
+def takes(
+    x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, down_EHI: torch.Tensor, groups: int
+) -> bool:
+    """Whether the products of this MLP run here: bfloat16 on a Hopper GPU with the library built, H
+    and I multiples of 8, dense 16-byte aligned weights, at most 1024 groups of rows; x may have
     rows that lie apart, by multiples of 16 bytes."""
     weights = (gate_up_E2IH, down_EHI)
     return (
@@ -46,7 +48,7 @@ def takes(x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, down_EHI: torch.Tensor
         and down_EHI.shape[2] % 8 == 0
         and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
         and has_aligned_rows(x_TH)
-        and down_EHI.shape[0] <= sm90.library().megacomposer_max_experts()
+        and groups <= sm90.library().megacomposer_max_experts()
     )
 
 

@@ -8,7 +8,6 @@ it, I intermediate dim; 2I is gate rows, then up rows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,6 +16,7 @@ import torch
 from . import grouped_products_sm90, swiglu, swiglu_triton
 from .expert_rows import gather_rows
 from .grouped_products import Products, counts_within
+from .grouped_weights_sm90 import weight_product
 from .moe_permute import permute_into
 from .moe_routing import RoutingMap
 
@@ -37,7 +37,6 @@ class Steps(Protocol):
     """What forward and backward are made of. `rows` is a range of the map's rows."""
 
     map: RoutingMap
-    products: Products
     in_triton: bool
     """Whether rows are moved and added in Triton."""
 
@@ -201,15 +200,33 @@ class SeparateSteps:
         return gather_rows(x_NH, self.map.token_of_row[rows])
 
 
-class FusedSteps(SeparateSteps):
+class FusedSteps:
     """Gather and SwiGLU inside of the products of grouped_products_sm90.py, for bfloat16."""
 
-    def __init__(self, map: RoutingMap, products: Products, experts: int) -> None:
-        super().__init__(map, products, experts, in_triton=True)
+    in_triton = True
+    in_place = True
 
-    @functools.cached_property
-    def _ends_G(self) -> torch.Tensor:
-        return self.map.rows_per_expert.cumsum(0)
+    def __init__(self, map: RoutingMap, experts: int) -> None:
+        self.map, self.experts = map, experts
+        self._ends_G = map.rows_per_expert.cumsum(0)
+        self._counts_of: dict[tuple[int, int], torch.Tensor] = {}
+        torch._assert_async(self._ends_G[-1] == map.order.shape[0])
+
+    def gate_up_gradient(
+        self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor, gather_bytes: int
+    ) -> torch.Tensor:
+        return weight_product(
+            dhidden_R2I, x_NH, self.map.rows_per_expert, self.experts,
+            right_source=self.map.token_of_row,
+        )  # fmt: skip
+
+    def down_gradient(
+        self, grad_NH: torch.Tensor, activation_RI: torch.Tensor, gather_bytes: int
+    ) -> torch.Tensor:
+        return weight_product(
+            grad_NH, activation_RI, self.map.rows_per_expert, self.experts,
+            left_source=self.map.token_of_row,
+        )  # fmt: skip
 
     def up(
         self,
@@ -258,7 +275,7 @@ class FusedSteps(SeparateSteps):
 
     def _counts(self, rows: slice) -> torch.Tensor:
         """How many rows of the range each expert has, int64 [E]."""
-        is_whole = rows.start == 0 and rows.stop == self.map.order.shape[0]
-        if is_whole and self.map.rows_per_expert.shape[0] == self.experts:
-            return self.map.rows_per_expert
-        return counts_within(self._ends_G, rows.start, rows.stop, self.experts)
+        key = (rows.start, rows.stop)
+        if key not in self._counts_of:
+            self._counts_of[key] = counts_within(self._ends_G, *key, self.experts)
+        return self._counts_of[key]

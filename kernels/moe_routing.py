@@ -26,6 +26,8 @@ class RoutingMap:
     """int64 [T, K]: the row of pair (t, k), the inverse of `order`; R or more for one without."""
     rows_per_expert: torch.Tensor
     """int64 [E]: rows of each expert, consecutive in expert order; sums to R."""
+    ids_rise: bool = False
+    """Whether each token's rows are known to rise with its choices, as far as it has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -34,8 +36,10 @@ class RoutingMap:
 
     @functools.cached_property
     def rising_rows_TK(self) -> torch.Tensor:
-        """Each token's rows in their own order, those of its choices if its expert ids rise."""
-        return self.row_of_TK if self.row_of_TK.shape[1] == 1 else self.row_of_TK.sort(1).values
+        """Each token's rows in their own order."""
+        if self.ids_rise or self.row_of_TK.shape[1] == 1:
+            return self.row_of_TK
+        return self.row_of_TK.sort(dim=1).values
 
     def without_last_expert(self, num_rows: int) -> RoutingMap:
         """The map without the pairs of the last expert, which then have no row: that expert stands
@@ -45,13 +49,18 @@ class RoutingMap:
             token_of_row=self.token_of_row[:num_rows],
             row_of_TK=self.row_of_TK,
             rows_per_expert=self.rows_per_expert[:-1],
+            ids_rise=self.ids_rise,
         )
 
 
-def routing_map(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:
+def routing_map(
+    expert_ids_TK: torch.Tensor, num_experts: int, *, ids_rise: bool = False
+) -> RoutingMap:
     """The map of expert_ids [T, K] (any integer dtype, values in 0..num_experts-1).
 
-    The same expert twice for a token is two rows. T may be 0. Nothing is read back to the host on
+    The same expert twice for a token is two rows. `ids_rise` says that each token's ids do, as a
+    router gives them (ids of the last expert may stand anywhere if `without_last_expert` follows);
+    who needs rows in order then need not sort them. T may be 0. Nothing is read back to the host on
     an accelerator, so an id out of range is a device-side assertion there, and a ValueError on the
     CPU. Raises ValueError too for a shape or dtype not as above, or num_experts < 1.
     """
@@ -69,10 +78,13 @@ def routing_map(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:
             token_of_row=token_of_row,
             row_of_TK=row_of_TK,
             rows_per_expert=rows_per_expert,
+            ids_rise=ids_rise,
         )
     if implementation == "reference":
-        return routing_map_reference(expert_ids_TK, num_experts)
-    return routing_map_torch(expert_ids_TK, num_experts)
+        map = routing_map_reference(expert_ids_TK, num_experts)
+    else:
+        map = routing_map_torch(expert_ids_TK, num_experts)
+    return dataclasses.replace(map, ids_rise=ids_rise)
 
 
 def routing_map_torch(expert_ids_TK: torch.Tensor, num_experts: int) -> RoutingMap:

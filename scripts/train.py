@@ -20,9 +20,10 @@ def main() -> NoReturn:
     config = parse_command_line(RECIPES, description="Train a model.")
     from megacomposer.checkpoint.agreement import CheckpointError
     from megacomposer.observe.logging import get_logger
-    from megacomposer.runtime.process import end_process
+    from megacomposer.runtime.process import end_process, end_process_on_error
     from megacomposer.train.loop import train
 
+    end_process_on_error()
     try:
         train(config)
     except (ValueError, CheckpointError) as error:

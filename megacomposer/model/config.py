@@ -124,8 +124,8 @@ class ModelConfig(Config):
     """Standard deviation of weights; residual outputs get it divided by sqrt(2 num_layers)."""
     embedding_init_std: float = 0.0
     """Standard deviation of the embedding; 0 means init_std. Near 1 a token's own embedding
-    outweighs what layers add to it at first, so that tokens differ in front of the routers (arXiv
-    2312.16903 argues for 1, for another reason)."""
+    outweighs what layers add to it at first, so that tokens differ in front of the routers
+    (docs/moe.md; arXiv 2312.16903 argues for 1, for another reason)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of activations and of the weights in compute. Master weights are float32 always."""
     recompute: Literal["none", "full"] = "none"

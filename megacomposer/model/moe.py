@@ -90,7 +90,7 @@ class ExpertDispatcher(MoETokenDispatcher):
         once, for the counts of all ranks; without expert parallelism it does not."""
         self.hidden_shape, self.ids_TK = hidden.shape, ids_TK
         if self.transport is None:
-            self.map = routing_map(ids_TK, self.num_experts)
+            self.map = routing_map(ids_TK, self.num_experts, ids_rise=True)
             self.tokens_per_expert_E = self.map.rows_per_expert
         else:
             self.plan, self.tokens_per_expert_E = plan_exchange(
@@ -101,15 +101,13 @@ class ExpertDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, tokens_TH: torch.Tensor, gates_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sends gates and ids, then tokens; the gates [N, K] of the received tokens are there
-        first. Without expert parallelism nothing moves."""
+        """Sends tokens, then gates and ids: returns the gates [N, K] of the received tokens.
+        Without expert parallelism nothing moves."""
         self.exchange = None
         if self.transport is not None:
             self.exchange = ExpertExchange(self.plan, self.transport)
-            gates_TK, self.ids_TK = exchange_gates(
-                gates_TK, self.ids_TK, self.num_experts, self.plan, self.ep_group
-            )
             self.exchange.start(tokens_TH)
+            gates_TK, self.ids_TK = exchange_gates(gates_TK, self.ids_TK, self.plan, self.ep_group)
         return tokens_TH, gates_TK
 
     def dispatch_postprocess(

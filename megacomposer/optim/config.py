@@ -74,7 +74,9 @@ class OptimConfig(Config):
     muon_buffers: int = 3
     """Exchanges in flight or at work at once; 1 overlaps nothing but local work."""
     muon_reserved_sms: int = 16
-    """Multiprocessors of a GPU that Newton-Schulz leaves to the exchanges, where there are any."""
+    """Multiprocessors of a GPU that Newton-Schulz leaves to the exchanges, where there are any. The
+    exchanges have a communicator of their own that takes no more, in powers of two; 0 leaves them
+    none, and NCCL to itself."""
 
     def __post_init__(self) -> None:
         rates = ("lr", "weight_decay", "muon_adam_lr_multiplier")

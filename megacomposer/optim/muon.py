@@ -19,6 +19,7 @@ from megacomposer.kernels.muon_update import (
     update_momentum,
 )
 from megacomposer.kernels.newton_schulz import power_of_two_scale
+from megacomposer.mesh.exchange_group import exchange_group
 from megacomposer.mesh.layout import Layout
 from megacomposer.model.parameters import ParameterShard
 from megacomposer.optim.config import OptimConfig
@@ -84,6 +85,7 @@ class ShardedMuon(MuonState):
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._groups = self._make_groups()
         self._connect()
 
     def _make_plan(self) -> MuonPlan:
@@ -145,17 +147,32 @@ class ShardedMuon(MuonState):
         )
 
     def _members(self, kind: Kind) -> range:
-        layout = self._layout
-        if kind == "expert":
-            return range(layout.ep_rank, layout.world_size, layout.ep)
-        return range(layout.world_size)
+        own = self._layout.ep_rank if kind == "expert" else 0
+        return self._members_of_groups(kind)[own]
 
-    def _group(self, kind: Kind) -> dist.ProcessGroup:
-        if kind == "expert":
-            return self._layout.expert_exchange_group
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+    def _members_of_groups(self, kind: Kind) -> list[range]:
+        """Of every group of the world that exchanges this kind."""
+        layout = self._layout
+        count = layout.ep if kind == "expert" else 1
+        return [range(first, layout.world_size, count) for first in range(count)]
+
+    def _make_groups(self) -> dict[Kind, dist.ProcessGroup]:
+        """Of the exchanges. On CUDA, where Newton-Schulz leaves multiprocessors to them, each has a
+        communicator that takes no more than its share of those."""
+        kinds = sorted({bucket.kind for bucket in self.plan.buckets})
+        reserved = self._config.muon_reserved_sms
+        if self._device.type == "cuda" and reserved and kinds:
+            most_blocks = max(1, reserved // len(kinds))
+            return {
+                kind: exchange_group(self._members_of_groups(kind), most_blocks=most_blocks)
+                for kind in kinds
+            }
+        groups: dict[Kind, dist.ProcessGroup] = {}
+        for kind in kinds:
+            world = dist.group.WORLD
+            assert world is not None
+            groups[kind] = self._layout.expert_exchange_group if kind == "expert" else world
+        return groups
 
     def _allocate(self) -> None:
         """Buffers that every step uses again; each slot serves one exchange after another."""
@@ -176,8 +193,7 @@ class ShardedMuon(MuonState):
 
     def _connect(self) -> None:
         """One tiny exchange for each group that will be used: NCCL connects at the first."""
-        for kind in sorted({bucket.kind for bucket in self.plan.buckets}):
-            group = self._group(kind)
+        for kind, group in self._groups.items():
             ranks = dist.get_process_group_ranks(group)
             assert ranks == list(self._members(kind)), (kind, ranks)
             tiny = torch.zeros(len(ranks), dtype=torch.uint8, device=self._device)
@@ -233,7 +249,7 @@ class ShardedMuon(MuonState):
             yield
             yield
             return
-        group = self._group(exchange.kind)
+        group = self._groups[exchange.kind]
         if exchange.gathers:
             with self._communication():
                 self._pack(exchange.pack, run, run.scales, slot.held)

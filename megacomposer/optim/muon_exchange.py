@@ -2,7 +2,8 @@
 
 A gather brings the pieces of a matrix to its owner; a scatter takes the result to every rank that
 stores a piece. Between one pair of ranks, pieces lie in the order of the bucket's matrices, so both
-ends know every offset and nothing but elements travels, each piece padded to 8 of them.
+ends know every offset and nothing but elements travels, each piece padded to 8 of them. What a rank
+sends to itself lies behind all else and is copied, not sent.
 """
 
 from __future__ import annotations
@@ -51,23 +52,33 @@ class Link:
         sizes: Sizes,
         group: dist.ProcessGroup,
     ) -> Pending:
-        """Sends consecutive runs of `source` to the ranks of `group`; receives theirs in order."""
-        width, own = source.element_size(), group.rank()
-        sends = [count * width for count in sizes.sends]
-        receives = [count * width for count in sizes.receives]
+        """Sends consecutive runs of `source` to the ranks of `group` and receives theirs, in order
+        of the ranks; this rank's own run is the last of both."""
+        self._keep(source, target, sizes, group.rank())
+        width = source.element_size()
+        sends, receives = sizes.others(group.rank())
         self.collectives += 1
-        self.sent_bytes += sum(sends) - sends[own]
-        self.received_bytes += sum(receives) - receives[own]
+        self.sent_bytes += sum(sends) * width
+        self.received_bytes += sum(receives) * width
         # As bytes: no backend need know the dtype.
         pending: Pending = dist.all_to_all_single(
-            target[: sum(sizes.receives)].view(torch.uint8),
-            source[: sum(sizes.sends)].view(torch.uint8),
-            receives,
-            sends,
+            target[: sum(receives)].view(torch.uint8),
+            source[: sum(sends)].view(torch.uint8),
+            [count * width for count in receives],
+            [count * width for count in sends],
             group=group,
             async_op=True,
         )
         return pending
+
+    def _keep(self, source: torch.Tensor, target: torch.Tensor, sizes: Sizes, own: int) -> None:
+        """Copies what this rank sends to itself: a collective would do it on its few blocks. Before
+        the exchange, for whose end the others wait."""
+        sends, receives = sizes.others(own)
+        assert sizes.sends[own] == sizes.receives[own], (own, sizes)
+        first, last = sum(sends), sum(receives)
+        kept = source[first : first + sizes.sends[own]]
+        target[last : last + sizes.receives[own]].copy_(kept)
 
     def reduce_max(self, values: torch.Tensor) -> None:
         """The maximum over the world, in place."""
@@ -82,6 +93,12 @@ class Sizes:
 
     sends: list[int]
     receives: list[int]
+
+    def others(self, own: int) -> tuple[list[int], list[int]]:
+        """Sends and receives, with 0 for this rank's own run."""
+        sends, receives = [*self.sends], [*self.receives]
+        sends[own] = receives[own] = 0
+        return sends, receives
 
 
 class Held:
@@ -245,19 +262,21 @@ class Exchange:
                 receives[members.index(grid.rank(position, replica))] += located
                 for holder in grid.holders(position):
                     results[members.index(holder)] += located
+        own = members.index(rank)
         self.gather = Sizes(sends=_sizes(sends), receives=_sizes(receives))
         self.scatter = Sizes(sends=_sizes(results), receives=_sizes(returns))
         if self.gathers:
             self.pack = PieceTable(
-                [held.piece(plan, *located, offset) for located, offset in _offsets(sends)], device
+                [held.piece(plan, *located, offset) for located, offset in _offsets(sends, own)],
+                device,
             )
             self.assembly = RectangleTable(
-                [_assemble(plan, self.stacks, *entry) for entry in _offsets(receives)], device
+                [_assemble(plan, self.stacks, *entry) for entry in _offsets(receives, own)], device
             )
         else:
             self.pack = WholeWork(plan, owned, held, device).table
-        self.disassembly = _disassemble(plan, self.stacks, _offsets(results), device)
-        self.update = UpdateTable(plan, held, _offsets(returns), device)
+        self.disassembly = _disassemble(plan, self.stacks, _offsets(results, own), device)
+        self.update = UpdateTable(plan, held, _offsets(returns, own), device)
 
     @property
     def held_elements(self) -> int:
@@ -312,10 +331,10 @@ def _sizes(lists: Iterable[Sequence[Located]]) -> list[int]:
     return [sum(_aligned(piece.rows * piece.columns) for _, piece in located) for located in lists]
 
 
-def _offsets(lists: Iterable[Sequence[Located]]) -> list[tuple[Located, int]]:
-    """Every piece with its first element in a wire buffer."""
+def _offsets(lists: Sequence[Sequence[Located]], own: int) -> list[tuple[Located, int]]:
+    """Every piece with its first element in a wire buffer, this rank's own run last."""
     entries, offset = [], 0
-    for located in lists:
+    for located in (*lists[:own], *lists[own + 1 :], lists[own]):
         for entry in located:
             entries.append((entry, offset))
             offset += _aligned(entry[1].rows * entry[1].columns)

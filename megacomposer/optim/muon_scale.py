@@ -70,23 +70,68 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What scripts/bench/muon_step.py measured on one GPU."""
+    """What scripts/bench/muon_step.py measured of one model on one mesh."""
 
     machine: Machine
     step_s: float
     model: ModelConfig
     optim: OptimConfig
+    mesh: MeshConfig
+    world_size: int
 
 
-def read_calibration(path: Path) -> Calibration:
-    """Raises ValueError where the file lacks something, or is of a model with other parameters."""
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def read_calibrations(path: Path, *, near_bytes_per_s: float | None = None) -> list[Calibration]:
+    """Every record of the file, in its order.
+
+    near_bytes_per_s: what NVLink was measured to carry (`read_near_bytes_per_s`), or None.
+
+    Raises:
+        ValueError: a record lacks something, or is of a model with other parameters.
+    """
+    near = Machine.near_bytes_per_s if near_bytes_per_s is None else near_bytes_per_s
+    return [_calibration(path, record, near) for record in _read_records(path)]
+
+
+def read_near_bytes_per_s(path: Path, optim: OptimConfig) -> float:
+    """What one GPU sends over NVLink in a second, from the file of scripts/bench/links.py: the
+    largest exchange on a communicator of the thread blocks that `optim` leaves to exchanges.
+
+    Raises:
+        ValueError: the file has none.
+    """
+    reserved = optim.muon_reserved_sms
+    most_blocks = 2 ** (reserved.bit_length() - 1) if reserved else 0
+    rows = [
+        row
+        for row in _read_records(path)
+        if (row.get("op"), row.get("most_blocks")) == ("exchange", most_blocks)
+    ]
+    if not rows:
+        raise ValueError(
+            f"{path} has no exchange with most_blocks={most_blocks}; write it with"
+            f" scripts/bench/links.py --most-blocks {most_blocks} --json"
+        )
+    return float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """JSON objects one after the other, whatever lies between them."""
+    text, decoder, records = path.read_text(encoding="utf-8").strip(), json.JSONDecoder(), []
+    while text:
+        record, end = decoder.raw_decode(text)
+        records.append(record)
+        text = text[end:].lstrip()
+    return records
+
+
+def _calibration(path: Path, record: dict[str, Any], near_bytes_per_s: float) -> Calibration:
     needed = ("elementwise_bytes_per_s", "newton_schulz", "step_ms", "model")
     missing = [name for name in needed if record.get(name) is None]
     if missing:
         raise ValueError(f"{path} lacks {missing}; write it with scripts/bench/muon_step.py --json")
     told = record["model"]
-    model = dataclasses.replace(preset(told["preset"]), num_layers=told["num_layers"])
+    changes = {"num_layers": told["num_layers"]} | told.get("changes", {})
+    model = dataclasses.replace(preset(told["preset"]), **changes)
     optim = OptimConfig(name="muon", muon_o_proj=told["muon_o_proj"])
     matrices = sum(len(found) for _, found in _parameters(model, optim))
     if matrices != told["matrices"]:
@@ -98,10 +143,25 @@ def read_calibration(path: Path) -> Calibration:
         machine=Machine(
             elementwise_bytes_per_s=record["elementwise_bytes_per_s"],
             calibrated=table_from_rows(record["newton_schulz"]),
+            near_bytes_per_s=near_bytes_per_s,
         ),
         step_s=record["step_ms"] * 1e-3,
         model=model,
         optim=optim,
+        mesh=MeshConfig(**told.get("mesh", {})),
+        world_size=told.get("world_size", 1),
+    )
+
+
+def check(told: Calibration) -> str:
+    """The prediction of a measured step beside it, as a line."""
+    found = predict(told.model, told.mesh, told.world_size, told.machine, told.optim)
+    sizes = [f"{name} {size}" for name, size in dataclasses.asdict(told.mesh).items()]
+    step = f"{told.world_size}-GPU step ({', '.join(sizes)})"
+    return (
+        f"prediction of the {'one-GPU step' if told.world_size == 1 else step}:"
+        f" {found.step_s * 1e3:.2f} ms; measured {told.step_s * 1e3:.2f} ms;"
+        f" prediction / measured {found.step_s / told.step_s:.3f}"
     )
 
 

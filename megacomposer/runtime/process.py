@@ -9,6 +9,7 @@ import datetime
 import os
 import random
 import sys
+import types
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -61,13 +62,18 @@ def start_process(config: RuntimeConfig) -> Iterator[Process]:
         torch.distributed.init_process_group(
             backend, store=store, rank=0, world_size=1, timeout=timeout
         )
+    failed = True
     try:
         yield Process(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+        failed = False
     finally:
-        from megatron.core import parallel_state
+        # NCCL's teardown waits for the other ranks: one that failed alone would hang in it, its
+        # error unsaid. Such a process is about to end, which is teardown enough.
+        if not (failed and device.type == "cuda" and world_size > 1):
+            from megatron.core import parallel_state
 
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
 
 
 def end_process(code: int) -> NoReturn:
@@ -81,6 +87,22 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def end_process_on_error() -> None:
+    """From now on, an error that nobody handles ends the process as soon as it is printed.
+
+    Python's own teardown aborts the communicators of NCCL, which may wait for ranks that wait for
+    this one: the job would hang until the collective timeout instead of ending with the error.
+    """
+
+    def print_and_end(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        sys.__excepthook__(kind, error, trace)
+        end_process(130 if kind is KeyboardInterrupt else 1)
+
+    sys.excepthook = print_and_end
 
 
 def _choose_device(config: RuntimeConfig, local_rank: int) -> torch.device:

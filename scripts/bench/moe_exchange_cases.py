@@ -78,10 +78,8 @@ class Layer:
                 return grouped_swiglu(*leaves[:3], map, self.gates_TK)
             plan, _ = plan_exchange(self.ids_TK, self.experts, parts, self.group)
             exchange = ExpertExchange(plan, self.transport(how))
-            gates_NK, ids_NK = exchange_gates(
-                self.gates_TK, self.ids_TK, self.experts, plan, self.group
-            )
             exchange.start(self.x_TH)
+            gates_NK, ids_NK = exchange_gates(self.gates_TK, self.ids_TK, plan, self.group)
             map = exchange.local_map(ids_NK, self.local)
             return grouped_swiglu(*leaves[:3], map, gates_NK, exchange)
 
@@ -141,18 +139,19 @@ def _vdev(layer: Layer, row_bytes: int) -> tuple[str, Run, float]:
     x_TH, rows = layer.x_TH.detach(), map.order.shape[0]
     shapes = [(rows, x_TH.shape[1]), (2 * rows, x_TH.shape[1])]
     rows_RH, out = (symmetric.empty(*s, dtype=x_TH.dtype, device=layer.device) for s in shapes)
-    splits = symmetric.empty(layer.experts, dtype=torch.int64, device=layer.device)
-    offsets = symmetric.empty(2, layer.experts, dtype=torch.int64, device=layer.device)
+    splits = symmetric.empty(layer.ranks, dtype=torch.int64, device=layer.device)
+    offsets = symmetric.empty(2, layer.ranks, dtype=torch.int64, device=layer.device)
     name = layer.group.group_name
     for tensor in (rows_RH, out, splits, offsets):
         symmetric.rendezvous(tensor, name)
-    splits.copy_(map.rows_per_expert)
+    # One run for each rank: it takes 16 experts a rank at most.
+    counts = map.rows_per_expert.view(layer.ranks, layer.local).sum(1)
+    splits.copy_(counts)
     offsets.zero_()
 
     def run() -> None:
         permute_into(rows_RH, x_TH, map)
         torch.ops.symm_mem.all_to_all_vdev_2d(rows_RH, out, splits, offsets, name)
 
-    counts = map.rows_per_expert.view(layer.ranks, layer.local).sum(1)
     others = int(counts.sum() - counts[dist.get_rank()])
     return "one row an expert, all_to_all_vdev_2d", run, others * row_bytes

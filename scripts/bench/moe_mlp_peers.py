@@ -6,6 +6,7 @@ A call takes x [T, H], gate_up [E, 2I, H], down [E, H, I], probs [T, K] and expe
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from megacomposer.kernels.grouped_mlp import grouped_swiglu
 from megacomposer.kernels.moe_routing import routing_map
@@ -73,14 +75,64 @@ def _compiled(_: Case) -> Call:
     return torch.compile(_grouped_mm, dynamic=False)
 
 
+def _max_autotuned(_: Case) -> Call:
+    return torch.compile(_grouped_mm, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+
+def _tune_briefly(*modules: Any) -> None:
+    """Triton's and quack's autotuners in these: all their settings, each timed for 25 ms."""
+    for tuner in (value for module in modules for value in vars(module).values()):
+        if hasattr(tuner, "_do_bench"):
+            tuner._do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=25)
+
+
 def _liger(_: Case) -> Call:
+    from liger_kernel.ops import fused_moe_kernels
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    _tune_briefly(fused_moe_kernels)
 
     def call(
         x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, probs: torch.Tensor,
         ids: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         return LigerFusedMoEFunction.apply(x, gate_up, down, ids.to(torch.int32), probs)
+
+    return call
+
+
+def _sonic(_: Case) -> Call:
+    """SonicMoE's layer from its routing on, which like ours is given ids and probabilities."""
+    from quack import gemm_interface
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import _DownProjection, _UpProjection, reduction_over_k_gather
+    from sonicmoe.functional.triton_kernels import TC_topk_router_metadata_triton
+
+    _tune_briefly(gemm_interface, reduction_over_k_gather)
+
+    def call(
+        x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, probs: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        (tokens, choices), experts = ids.shape, gate_up.shape[0]
+        rows, kind = tokens * choices, ActivationType.SWIGLU
+        counts, offsets, token_of_row, choice_of_row, row_of_choice = (
+            torch.empty(size, dtype=torch.int32, device=x.device)
+            for size in (experts, experts + 1, rows, rows, rows)
+        )
+        TC_topk_router_metadata_triton(
+            ids.to(torch.int32), experts, counts, offsets, token_of_row, choice_of_row,
+            row_of_choice,
+        )  # fmt: skip
+        maps = (token_of_row, choice_of_row, row_of_choice, None, False)
+        # Its weights are [out, in, experts] by strides of our stacks; gate above up as in ours.
+        activation, hidden = _UpProjection.apply(
+            x, gate_up.permute(1, 2, 0), None, offsets, rows, choices, *maps, kind, False, True
+        )
+        return _DownProjection.apply(
+            activation, hidden, down.permute(1, 2, 0), None, probs, offsets, tokens, choices, *maps,
+            kind,
+        )  # fmt: skip
 
     return call
 
@@ -142,6 +194,8 @@ def _single_process_groups(case: Case) -> Any:
 PEERS: dict[str, Callable[[Case], Call]] = {
     "torch": lambda _: _grouped_mm,
     "torch.compile": _compiled,
+    "max-autotune": _max_autotuned,
     "mcore": _sequential,
     "liger": _liger,
+    "sonic": _sonic,
 }

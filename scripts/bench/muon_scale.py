@@ -6,18 +6,19 @@ Prints the shortest predicted step of a few layouts for each world, and the fewe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 
-from megacomposer.mesh.config import MeshConfig
 from megacomposer.optim.config import OptimConfig
 from megacomposer.optim.muon_scale import (
     HEADINGS,
     best_prediction,
+    check,
     meets,
-    predict,
     preset,
-    read_calibration,
+    read_calibrations,
+    read_near_bytes_per_s,
     row,
     search_fewest,
     unmeasured_shapes,
@@ -32,20 +33,21 @@ def main() -> None:
     parser.add_argument("--goal-ms", type=float, default=200.0, help="the fewest GPUs for this")
     parser.add_argument("--multiple", type=int, default=64, help="worlds looked at for the goal")
     parser.add_argument("--calibration", type=Path, help="written by muon_step.py --json")
-    parser.add_argument("--check", action="store_true", help="predict the step calibrated on")
+    parser.add_argument("--links", type=Path, help="written by links.py --json, for NVLink")
+    parser.add_argument("--check", action="store_true", help="predict the steps calibrated on")
     args = parser.parse_args()
     machine, optim = Machine(), OptimConfig(name="muon")
+    near = read_near_bytes_per_s(args.links, optim) if args.links else machine.near_bytes_per_s
+    machine = dataclasses.replace(machine, near_bytes_per_s=near)
     if args.calibration:
-        calibration = read_calibration(args.calibration)
-        machine = calibration.machine
-        if args.check:
-            found = predict(calibration.model, MeshConfig(), 1, machine, calibration.optim)
-            print(f"prediction of the one-GPU step: {found.step_s * 1e3:.2f} ms; measured"
-                  f" {calibration.step_s * 1e3:.2f} ms; prediction / measured"
-                  f" {found.step_s / calibration.step_s:.3f}")  # fmt: skip
-            return
-    elif args.check:
-        parser.error("--check needs --calibration")
+        calibrations = read_calibrations(args.calibration, near_bytes_per_s=near)
+        machine = calibrations[0].machine
+    if args.check:
+        if not args.calibration:
+            parser.error("--check needs --calibration")
+        for calibration in calibrations:
+            print(check(calibration))
+        return
     config = preset(args.preset)
     print(f"prediction for {args.preset}; elementwise {machine.elementwise_bytes_per_s / 1e12:.2f}"
           f" TB/s, NVLink {machine.near_bytes_per_s / 1e9:.0f} GB/s and InfiniBand"

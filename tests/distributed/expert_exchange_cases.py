@@ -79,8 +79,8 @@ def on_this_rank(case: Case, transport: RowTransport, device: torch.device) -> d
     ids = case.ids().to(device)[tokens]
     plan, pairs_E = plan_exchange(ids, EXPERTS, case.parts, group)
     exchange = ExpertExchange(plan, transport)
-    gates_NK, ids_NK = exchange_gates(gates, ids, EXPERTS, plan, group)
     exchange.start(x)
+    gates_NK, ids_NK = exchange_gates(gates, ids, plan, group)
     map = exchange.local_map(ids_NK, local)
     out = grouped_swiglu(x, gate_up, down, map, gates_NK, exchange)
     grads = torch.autograd.grad(out, (x, gate_up, down, gates), operands["grad"][tokens])

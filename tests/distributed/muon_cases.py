@@ -31,6 +31,7 @@ class Case:
     mesh: MeshConfig
     num_experts: int = 8
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    device: str = "cpu"
 
     @property
     def config(self) -> OptimConfig:
@@ -97,7 +98,7 @@ def gradients(num_experts: int, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def shards_on(layout: Layout, num_experts: int) -> list[ParameterShard]:
+def shards_on(layout: Layout, num_experts: int, device: str = "cpu") -> list[ParameterShard]:
     full = values(num_experts, 0)
     return [
         placed_shard(
@@ -106,6 +107,7 @@ def shards_on(layout: Layout, num_experts: int) -> list[ParameterShard]:
             layout,
             matrices,
             weight_decay=placement.name not in ("norm", "column"),
+            device=device,
         )
         for placement, matrices in parameters(num_experts)
     ]
@@ -117,7 +119,7 @@ def train(
     for step in steps:
         full = gradients(num_experts, step)
         for shard in shards:
-            gradient = torch.full(shard.layout.local_shape, float("nan"))
+            gradient = torch.full_like(shard.local, float("nan"))
             scatter_from_global(shard.layout, full[shard.name], gradient)
             shard.parameter.grad = gradient
         optimizer.step(lr=0.02)
@@ -162,10 +164,11 @@ def run_case(
 ) -> Outcome:
     """A few steps of the sharded Muon on this rank."""
     layout = plain_layout(case.mesh, groups)
-    shards = shards_on(layout, case.num_experts)
+    shards = shards_on(layout, case.num_experts, case.device)
     optimizer = ShardedMuon(shards, case.config, layout, link=link, trace=trace)
     train(optimizer, shards, case.num_experts, range(STEPS))
-    return Outcome(tensors_of(optimizer, shards), optimizer.metrics())
+    found = {name: (stored, t.cpu()) for name, (stored, t) in tensors_of(optimizer, shards).items()}
+    return Outcome(found, optimizer.metrics())
 
 
 def differences(found: Outcome, expected: dict[str, torch.Tensor]) -> list[str]:

@@ -52,10 +52,11 @@ def placed_shard(
     matrices: tuple[Matrix, ...] = (),
     *,
     weight_decay: bool = True,
+    device: str = "cpu",
 ) -> ParameterShard:
     """The part of `full` that the rank of `layout`, which need not be started, stores."""
     stored = placement.on(layout)
-    local = torch.full(stored.local_shape, float("nan"))
+    local = torch.full(stored.local_shape, float("nan"), device=device)
     scatter_from_global(stored, full, local)
     return ParameterShard(
         layout=stored,

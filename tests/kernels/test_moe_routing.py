@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 
 import pytest
 import torch
@@ -10,9 +9,11 @@ import torch
 from megacomposer.kernels.moe_routing import RoutingMap, routing_map, routing_map_reference
 
 
+_TENSORS = ("order", "token_of_row", "row_of_TK", "rows_per_expert")
+
+
 def _equal(a: RoutingMap, b: RoutingMap) -> bool:
-    fields = [field.name for field in dataclasses.fields(RoutingMap)]
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in fields)
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in _TENSORS)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_map_equals_the_plain_one(tokens: int, choices: int, experts: int, dtype
     assert _equal(routing, routing_map_reference(ids, experts))
     assert routing.num_tokens == tokens
     assert int(routing.rows_per_expert.sum()) == tokens * choices
-    assert {field.dtype for field in vars(routing).values()} == {torch.int64}
+    assert {getattr(routing, name).dtype for name in _TENSORS} == {torch.int64}
 
 
 def test_rows_of_an_expert_are_in_token_order_whatever_the_sort_does_with_ties() -> None:
@@ -68,3 +69,22 @@ def test_id_of_no_expert_is_refused_not_sorted_past_the_last_row(bad: int) -> No
 def test_ids_of_another_kind_are_refused(ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="integer"):
         routing_map(ids, 4)
+
+
+def test_pair_of_the_last_expert_keeps_a_row_after_it_was_left_out() -> None:
+    """The last expert stands for none: experts on other ranks, say."""
+    ids = torch.tensor([[0, 3, 3], [3, 1, 3], [3, 3, 3], [1, 1, 0]])
+    whole = routing_map(ids, 4)
+    part = whole.without_last_expert(5)
+    assert part.rows_per_expert.tolist() == [2, 3, 0]
+    assert part.token_of_row.tolist() == [0, 3, 1, 3, 3]
+    assert torch.equal(part.row_of_TK < 5, ids < 3)
+    assert torch.equal(part.row_of_TK.flatten()[part.order], torch.arange(5))
+
+
+@pytest.mark.parametrize("ids_rise", [False, True])
+def test_rising_rows_are_sorted_only_if_ids_are_not_known_to_rise(ids_rise: bool) -> None:
+    ids = torch.tensor([[0, 2], [1, 2], [0, 1]])
+    map = routing_map(ids if ids_rise else ids.flip(1), 3, ids_rise=ids_rise)
+    assert (map.rising_rows_TK is map.row_of_TK) == ids_rise
+    assert torch.equal(map.rising_rows_TK, routing_map(ids, 3).row_of_TK)

@@ -15,6 +15,7 @@ import torch
 from megacomposer.kernels import (
     batched_products_sm90,
     grouped_products_sm90,
+    grouped_weights_sm90,
     newton_schulz_small,
     sm90,
 )
@@ -24,6 +25,7 @@ _CSRC = Path(__file__).parents[2] / "csrc"
 _STRUCTURES = [
     ("batched_products_sm90.cu", "ProductArguments", batched_products_sm90._Arguments),
     ("grouped_products_sm90.cu", "GroupedArguments", grouped_products_sm90._Arguments),
+    ("grouped_weights_sm90.cu", "WeightArguments", grouped_weights_sm90._Arguments),
     ("small_newton_schulz_sm90.cu", "SmallArguments", newton_schulz_small._Arguments),
 ]
 
@@ -92,6 +94,38 @@ def test_strides_given_to_cpp_do_not_lead_to_the_elements() -> None:
 def test_batch_of_one_is_refused_for_its_meaningless_stride() -> None:
     x = torch.empty(5, 9, 9, dtype=torch.float16)[1:2, :8, :8]
     assert batched_products_sm90._batch_stride(x) * 2 % 16 == 0
+
+
+@pytest.mark.parametrize("gather", ["left", "right", "none"])
+def test_weight_gradient_is_not_what_its_arguments_say(gather: str) -> None:
+    """Reads the operands of a product, and writes its result, through the arguments alone."""
+    wide = torch.randn(9, 64).bfloat16()
+    left = wide[:, 8:24] if gather == "left" else torch.randn(11, 48).bfloat16()[:, 24:40]
+    right = wide[:, 8:48] if gather == "right" else torch.randn(11, 40).bfloat16()
+    source = torch.randint(9, (11,))
+    sources = {side: source if gather == side else None for side in ("left", "right")}
+    counts, out = torch.tensor([3, 1, 2, 5]), torch.zeros(2, 16, 40).bfloat16()
+    x = grouped_weights_sm90._arguments(
+        left, right, counts, out, sources["left"], sources["right"], 11
+    )
+    memory = {t.data_ptr(): t for t in (left, right, source, counts, out)}
+    a = torch.as_strided(memory[x.a], (memory[x.a].shape[0], x.m), (x.a_stride, 1))
+    b = torch.as_strided(memory[x.b], (x.rows, x.n), (x.b_stride, 1))
+    if x.source is not None:
+        a = a[memory[x.source]]
+    result = memory[x.out].view(x.experts, x.n, x.m).mT if x.is_transposed else out
+    assert result.shape == (x.experts, x.m, x.n)
+    row = 0
+    for group, count in enumerate(memory[x.rows_per_group].tolist()):
+        rows = slice(row, row + count)
+        result[group % x.experts] += (a[rows].T.double() @ b[rows].double()).bfloat16()
+        row += count
+    assert (row, x.groups) == (x.rows, 4)
+    for expert in range(2):
+        rows = torch.tensor([[0, 1, 2, 4, 5], [3, 6, 7, 8, 9, 10]][expert])
+        one = left[source[rows] if gather == "left" else rows].double()
+        other = right[source[rows] if gather == "right" else rows].double()
+        torch.testing.assert_close(out[expert].double(), one.T @ other, rtol=0.02, atol=0.05)
 
 
 def test_failure_is_silent_or_does_not_say_what_failed() -> None:

@@ -27,8 +27,8 @@ def _triton_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch, poisoned_memory:
 
 def _assert_same_map(ids: torch.Tensor, experts: int) -> None:
     ours, plain = routing_map(ids, experts), routing_map_torch(ids, experts)
-    for name, value in vars(plain).items():
-        assert torch.equal(getattr(ours, name), value), name
+    for name in ("order", "token_of_row", "row_of_TK", "rows_per_expert"):
+        assert torch.equal(getattr(ours, name), getattr(plain, name)), name
         assert getattr(ours, name).dtype == torch.int64
 
 
@@ -239,3 +239,15 @@ def test_override_really_selects_triton_and_refuses_what_it_cannot_take() -> Non
     assert permute(x.requires_grad_(), routing).grad_fn.implementation == "triton"
     with pytest.raises(ValueError, match="cannot run in Triton"):
         permute(x.double(), routing)
+
+
+@pytest.mark.parametrize("choices", [1, 3, 8])
+def test_pair_without_a_row_is_written_or_added(choices: int) -> None:
+    """The last expert stands for none: its pairs have row numbers past the end."""
+    ids = _ids(29, choices, 5)
+    map = routing_map(ids, 5).without_last_expert(int((ids < 4).sum()))
+    x = torch.randn(29, 40, generator=torch.Generator().manual_seed(3))
+    rows = permute(x, map)
+    assert torch.equal(rows, x[map.token_of_row])
+    sums = combine(rows, map, 29)
+    torch.testing.assert_close(sums, x * (ids < 4).sum(1, keepdim=True))

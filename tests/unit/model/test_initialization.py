@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -10,11 +11,13 @@ from parameter_shards import shard_of
 
 from megacomposer.mesh.sharding import gather_to_global
 from megacomposer.model import presets
+from megacomposer.model.config import ModelConfig
 from megacomposer.model.initialization import initialize_parameters
 from megacomposer.model.parameters import ParameterShard
 
 CONFIG = presets.tiny()
 SHAPES = {
+    "embedding.word_embeddings.weight": (64, 16),
     "decoder.layers.0.self_attention.linear_q_up_proj.weight": (48, 16),
     "decoder.layers.0.self_attention.linear_proj.weight": (16, 48),
     "decoder.layers.0.mlp.linear_fc1.weight": (64, 16),
@@ -63,12 +66,14 @@ def shards_of(tp: int, tp_rank: int, fsdp: int, fsdp_rank: int) -> list[Paramete
     return shards
 
 
-def initial(tp: int, fsdp: int, *, seed: int = 3) -> dict[str, torch.Tensor]:
+def initial(
+    tp: int, fsdp: int, *, seed: int = 3, config: ModelConfig = CONFIG
+) -> dict[str, torch.Tensor]:
     """The global tensors, put together from every rank's shards."""
     totals = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for tp_rank, fsdp_rank in itertools.product(range(tp), range(fsdp)):
         shards = shards_of(tp, tp_rank, fsdp, fsdp_rank)
-        initialize_parameters(shards, CONFIG, seed=seed)
+        initialize_parameters(shards, config, seed=seed)
         for shard in shards:
             assert not bool(shard.local.isnan().any()), shard.name
             totals[shard.name] += gather_to_global(shard.layout, shard.local)
@@ -113,3 +118,12 @@ def test_residual_outputs_grow_with_depth_and_norms_do_not_start_at_one() -> Non
         # 512 draws or more: the standard deviation is within 5 standard errors.
         assert abs(value.std().item() / expected - 1) < 5 / math.sqrt(2 * value.numel()), name
         assert abs(value.mean().item()) < 5 * expected / math.sqrt(value.numel()), name
+
+
+def test_the_embedding_s_own_deviation_reaches_other_weights_or_not_the_embedding() -> None:
+    name = "embedding.word_embeddings.weight"
+    config = dataclasses.replace(CONFIG, embedding_init_std=0.7)
+    usual, other = (initial(1, 1, config=c) for c in (CONFIG, config))
+    assert abs(other[name].std().item() / 0.7 - 1) < 5 / math.sqrt(2 * other[name].numel())
+    for key in usual.keys() - {name}:
+        assert torch.equal(usual[key], other[key]), key

@@ -44,6 +44,8 @@ GROUPED = dataclasses.replace(MLA, experts_per_token=4, router_num_groups=4, rou
             r"model\.yarn is for attention 'mla'",
         ),
         (GQA, {"mtp_num_layers": -1}, r"model\.mtp_num_layers is -1; it must be >= 0"),
+        (GQA, {"embedding_init_std": -1.0}, r"model\.embedding_init_std is -1\.0; it must be >= 0"),
+        (GQA, {"embedding_init_std": 1.0, "tie_embeddings": True}, r"projection of model\.tie_emb"),
         (MLA, {"kv_lora_rank": 0}, r"model\.kv_lora_rank must be > 0"),
         (MLA, {"qk_nope_head_dim": 0}, r"model\.qk_nope_head_dim must be > 0"),
         (MLA, {"qk_rope_head_dim": 0}, r"model\.qk_rope_head_dim must be > 0"),

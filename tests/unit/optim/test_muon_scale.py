@@ -27,7 +27,8 @@ from megacomposer.optim.muon_scale import (
     meets,
     predict,
     preset,
-    read_calibration,
+    read_calibrations,
+    read_near_bytes_per_s,
     search_fewest,
     unmeasured_shapes,
 )
@@ -283,12 +284,40 @@ def test_calibration_that_lacks_something_or_is_of_another_model_is_refused(
 ) -> None:
     path = calibration(tmp_path / "step.json", step_ms=None)
     with pytest.raises(ValueError, match=r"lacks \['step_ms'\]"):
-        read_calibration(path)
-    told = read_calibration(calibration(path)).model
-    assert told == MODEL
+        read_calibrations(path)
+    (told,) = read_calibrations(calibration(path))
+    assert told.model == MODEL
     model = json.loads(path.read_text())["model"] | {"matrices": 3}
     with pytest.raises(ValueError, match="was measured on 3 matrices; tiny with 2 layers has"):
-        read_calibration(calibration(path, model=model))
+        read_calibrations(calibration(path, model=model))
+
+
+def test_measured_links_and_meshes_are_not_those_of_the_prediction(tmp_path: Path) -> None:
+    path, links = tmp_path / "step.jsonl", tmp_path / "links.jsonl"
+    rows = [
+        {"op": op, "most_blocks": blocks, "bytes": size, "bus_bytes_per_s": rate}
+        for op, blocks, size, rate in (
+            ("exchange", 16, 2**10, 1e6),
+            ("exchange", 16, 2**30, 1e9),
+            ("exchange", 8, 2**30, 2e9),
+            ("all_to_all", 0, 2**30, 3e9),
+        )
+    ]
+    links.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_near_bytes_per_s(links, OptimConfig(name="muon")) == 1e9
+    with pytest.raises(ValueError, match="no exchange with most_blocks=4"):
+        read_near_bytes_per_s(links, OptimConfig(name="muon", muon_reserved_sms=6))
+    one = calibration(path).read_text()
+    model = json.loads(one)["model"] | {"mesh": {"dense_shard": 1}, "world_size": 2}
+    two = calibration(path, model=model, step_ms=7.0).read_text()
+    path.write_text(f"{one}\n{two}\n")
+    machine = Machine(elementwise_bytes_per_s=1e9, calibrated=(SLOW,), near_bytes_per_s=1e9)
+    told = OptimConfig(name="muon")
+    step_s = predict(MODEL, MeshConfig(dense_shard=1), 2, machine, told).step_s
+    out = run_script("--calibration", str(path), "--links", str(links), "--check").splitlines()
+    assert out[0].endswith("prediction / measured 1.000")
+    assert "2-GPU step (tp 1, cp 1, ep 1, dense_shard 1, expert_shard 0)" in out[1]
+    assert f": {step_s * 1e3:.2f} ms; measured 7.00 ms" in out[1]
 
 
 def test_every_line_of_figures_is_labelled_a_prediction() -> None:

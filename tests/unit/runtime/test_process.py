@@ -159,3 +159,18 @@ end_process(3)
 """
     ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stdout) == (3, "unflushed handler\n")
+
+
+def test_an_error_waits_for_what_python_would_wait_for() -> None:
+    code = """
+import threading, time
+from megacomposer.runtime.process import end_process_on_error
+end_process_on_error()
+threading.Thread(target=time.sleep, args=(600,)).start()
+raise KeyError("what went wrong")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("KeyError: 'what went wrong'\n")

@@ -6,6 +6,7 @@ E experts, H hidden, M MoE layers of the model.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -162,13 +163,36 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
-        return x_TH.float() @ weight_EH.float().t()
+        return _wide_product(x_TH, weight_EH.t())
 
     @staticmethod
     def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x_TH, weight_EH = ctx.saved_tensors
-        dx = (grad_TE @ weight_EH.float()).to(x_TH.dtype)
-        return dx, (grad_TE.t() @ x_TH.float()).to(weight_EH.dtype)
+        parts = _parts(grad_TE, x_TH)
+        dx = functools.reduce(torch.add, [_wide_product(part, weight_EH) for part in parts])
+        dweight = functools.reduce(torch.add, [_wide_product(part.t(), x_TH) for part in parts])
+        return dx.to(x_TH.dtype), dweight.to(weight_EH.dtype)
+
+
+def _on_tensor_cores(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b in float32. A product of two bfloat16 numbers is exact in it, so tensor cores, which sum
+    in float32, give it as exactly as float32 operands would."""
+    if _on_tensor_cores(b):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _parts(grad: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of which grad is the sum: for tensor cores, in bfloat16 what it rounds to and the rest, which
+    keep 16 of its 24 bits."""
+    if not _on_tensor_cores(like):
+        return (grad,)
+    rounded = grad.to(like.dtype)
+    return rounded, (grad - rounded).to(like.dtype)
 
 
 class _AddLoss(torch.autograd.Function):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megacomposer.kernels.bench import relative_error
 from megacomposer.kernels.moe_router import (
     RouterRule,
     Routing,
@@ -16,6 +17,7 @@ from megacomposer.kernels.moe_router import (
     route,
     z_loss,
 )
+from megacomposer.model.router import _Logits, _parts
 
 DEVICE = torch.device("cuda")
 SOFTMAX = RouterRule(num_chosen=8, score="softmax")
@@ -102,3 +104,21 @@ def test_runs_or_parts_of_a_batch_differ_in_a_bit(name: str, deterministic: None
     ]
     assert torch.equal(torch.cat([part.ids_TK for part in parts]), first.ids_TK)
     assert torch.equal(torch.cat([part.gates_TK for part in parts]), first.gates_TK)
+
+
+def test_logits_of_bfloat16_are_rounded_more_than_float32_ones() -> None:
+    """Tensor cores sum in float32, and the gradient comes to them in two parts."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 2048, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(128, 2048, device=DEVICE) * 0.02).bfloat16().requires_grad_()
+    grad = torch.randn(4096, 128, device=DEVICE)
+    logits = _Logits.apply(x, weight)
+    exact = x.detach().double() @ weight.detach().double().t()
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, exact) < 1e-6
+    dx, dweight = torch.autograd.grad(logits, (x, weight), grad)
+    rounding = 2**-8
+    assert relative_error(dx, grad.double() @ weight.detach().double()) < rounding
+    assert relative_error(dweight, grad.double().t() @ x.detach().double()) < rounding
+    parts = [part.double() for part in _parts(grad, x)]
+    assert relative_error(parts[0] + parts[1], grad) < 2**-15

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 
 from megacomposer.kernels.moe_routing import RoutingMap, routing_map, routing_map_reference
-
 
 _TENSORS = ("order", "token_of_row", "row_of_TK", "rows_per_expert")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-TransportName = Literal["auto", "collective", "peer"]
+TransportName = Literal["collective", "peer"]
 Direction = Literal["to_experts", "from_experts"]
 
 _BARRIER_TIMEOUT_MS = 600_000
@@ -155,23 +155,19 @@ def _peer_transport(group: dist.ProcessGroup) -> PeerTransport:
     return PeerTransport(group, torch.device("cuda", torch.cuda.current_device()))
 
 
-def choose_transport(group: dist.ProcessGroup, name: TransportName) -> RowTransport:
+def make_transport(group: dist.ProcessGroup, name: TransportName) -> RowTransport:
     """The transport of a group; layers share the buffers of a peer transport. Collective.
 
-    auto: "peer" where all ranks of the group have a GPU of their own on one host and may read each
-    other's memory, else "collective".
-
     Raises:
-        ValueError: "peer" where that is not so.
+        ValueError: "peer" where not all ranks have a GPU of their own on one host, or may not read
+            each other's memory.
     """
     if name == "collective":
         return CollectiveTransport(group)
     reason = _no_peer_memory(group)
-    if not reason:
-        return _peer_transport(group)
-    if name == "peer":
-        raise ValueError(f"model.moe_exchange is 'peer' but {reason}; use auto or collective")
-    return CollectiveTransport(group)
+    if reason:
+        raise ValueError(f"model.moe_exchange is 'peer' but {reason}; use collective")
+    return _peer_transport(group)
 
 
 def _no_peer_memory(group: dist.ProcessGroup) -> str:

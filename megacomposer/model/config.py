@@ -109,11 +109,13 @@ class ModelConfig(Config):
     """MoE layer: ours, or for comparison megatron-core's router, dispatcher and loop over experts,
     whose auxiliary loss is per micro-batch and which cannot replay."""
 
-    moe_exchange: Literal["auto", "collective", "peer"] = "auto"
-    """How tokens travel to the ranks of their experts: all-to-all collectives, or copies from peer
-    memory between GPUs of one host; auto takes the second where it can. Results are the same."""
+    moe_exchange: Literal["collective", "peer"] = "collective"
+    """How tokens travel to the ranks of their experts: by all-to-all collectives, or by copies from
+    peer memory between GPUs of one host. Results are the same. On two H200s neither was faster for
+    a whole layer (docs/benchmarks/two_gpus.md); copies leave the multiprocessors to the experts."""
     moe_exchange_parts: int = 1
-    """Tokens travel in so many parts, and the experts work on one while the next is on its way."""
+    """Tokens travel in so many parts, and the experts work on one while the next is on its way.
+    Parts have fewer rows of each expert, which costs more than it hides at EP 2."""
 
     mtp_num_layers: int = 0
     """Multi-token-prediction depths (DeepSeek-V3, arXiv 2412.19437)."""

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacomposer.kernels.grouped_mlp import grouped_swiglu
 from megacomposer.kernels.moe_routing import RoutingMap, routing_map
-from megacomposer.mesh.row_transport import RowTransport, TransportName, choose_transport
+from megacomposer.mesh.row_transport import RowTransport, TransportName, make_transport
 from megacomposer.model.expert_exchange import ExpertExchange, exchange_gates, plan_exchange
 
 
@@ -79,7 +79,7 @@ class ExpertDispatcher(MoETokenDispatcher):
         self.num_experts, self.parts = config.num_moe_experts, parts
         self.transport: RowTransport | None = None
         if self.ep_group.size() > 1:
-            self.transport = choose_transport(self.ep_group, transport)
+            self.transport = make_transport(self.ep_group, transport)
         self.tokens_per_expert_E: torch.Tensor | None = None
         """Tokens that this rank routed to each expert in the last forward, int64 [E]."""
 

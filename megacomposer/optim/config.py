@@ -73,10 +73,11 @@ class OptimConfig(Config):
     3 * muon_buffers such buffers, more where parameters have replicas."""
     muon_buffers: int = 3
     """Exchanges in flight or at work at once; 1 overlaps nothing but local work."""
-    muon_reserved_sms: int = 16
+    muon_reserved_sms: int = 0
     """Multiprocessors of a GPU that Newton-Schulz leaves to the exchanges, where there are any. The
-    exchanges have a communicator of their own that takes no more, in powers of two; 0 leaves them
-    none, and NCCL to itself."""
+    exchanges then have a communicator of their own that takes no more, in powers of two; 0 leaves
+    them none, and NCCL to itself: on two H200s that made the shortest step, by 2 to 6 %
+    (docs/benchmarks/two_gpus.md)."""
 
     def __post_init__(self) -> None:
         rates = ("lr", "weight_decay", "muon_adam_lr_multiplier")

@@ -71,10 +71,11 @@ class Layer:
     def passes(self, how: str, parts: int) -> tuple[Run, Run]:
         """Forward, and forward and backward, from expert ids to summed tokens."""
         leaves = (self.x_TH, self.gate_up, self.down, self.gates_TK)
+        own_ids_TK = (self.ids_TK % self.local).sort(dim=1).values
 
         def forward() -> torch.Tensor:
             if how == "no exchange":  # as many rows to as many experts, all of this rank's tokens
-                map = routing_map(self.ids_TK % self.local, self.local)
+                map = routing_map(own_ids_TK, self.local, ids_rise=True)
                 return grouped_swiglu(*leaves[:3], map, self.gates_TK)
             plan, _ = plan_exchange(self.ids_TK, self.experts, parts, self.group)
             exchange = ExpertExchange(plan, self.transport(how))

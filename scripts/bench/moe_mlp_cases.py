@@ -58,7 +58,8 @@ class Case:
             x = torch.empty(size, device=device, dtype=torch.bfloat16).normal_(std=scale)
             return x.requires_grad_()
 
-        self.ids_TK = routed_ids(routing, tokens, choices, experts, device)
+        # Rising for each token, as a router of ours gives them.
+        self.ids_TK = routed_ids(routing, tokens, choices, experts, device).sort(dim=1).values
         self.x_TH = normal(tokens, hidden)
         self.gate_up_E2IH = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
         self.down_EHI = normal(experts, hidden, inner, scale=inner**-0.5)

@@ -50,7 +50,8 @@ def _ours(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, probs: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    return grouped_swiglu(x, gate_up, down, routing_map(ids, gate_up.shape[0]), probs)
+    map = routing_map(ids, gate_up.shape[0], ids_rise=True)
+    return grouped_swiglu(x, gate_up, down, map, probs)
 
 
 def _grouped_mm(

@@ -73,7 +73,8 @@ def _exchanges(args: argparse.Namespace, model: Model, say: Any) -> list[Record]
         " | exposed | exposed, all multiprocessors computing | peak GiB"
     )
     default = model.muon_config().muon_reserved_sms
-    found = [exchange_times(model, number) for number in (0, default, *args.reserved_sms)]
+    numbers = dict.fromkeys((0, default, *args.reserved_sms))
+    found = [exchange_times(model, number) for number in numbers]
     for row in found:
         row["exposed_of_all"] = (row["ms"] - found[0]["compute_ms"]) / row["ms"]
         say(

@@ -72,8 +72,8 @@ class Run:
     dtype: str
     optimizer: str
     kind: str = "whole"
-    """`whole`, `again` (the same once more), `collective` (experts' tokens over NCCL, not peer
-    memory), `reference` (unsharded Muon), or `resumed`."""
+    """`whole`, `again` (the same once more), `peer` (experts' tokens from peer memory, not over
+    NCCL), `reference` (unsharded Muon), or `resumed`."""
     source: str = ""
     """`resumed`: the layout of the whole run whose checkpoint at half of the steps it loads."""
 
@@ -114,8 +114,8 @@ class Run:
             completion_prompt="",
         )
         model = {"dtype": self.dtype, "router_bias_update_rate": 1e-3} | layout.model
-        if self.kind == "collective":
-            model["moe_exchange"] = "collective"
+        if self.kind == "peer":
+            model["moe_exchange"] = "peer"
         muon = self.optimizer == "muon"
         optim = OptimConfig(
             name="muon_reference" if self.kind == "reference" else self.optimizer,  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def stages(layouts: Sequence[str], mixes: Sequence[tuple[str, str]]) -> list[lis
         pair += whole
         for run in whole:
             if (dtype, optimizer) in THOROUGH_MIXES and run.layout == "ep2":
-                pair += [run.with_(kind="again"), run.with_(kind="collective")]
+                pair += [run.with_(kind="again"), run.with_(kind="peer")]
             if optimizer == "muon" and run.layout in WITH_REFERENCE:
                 pair.append(run.with_(kind="reference"))
             if (dtype, optimizer) in THOROUGH_MIXES and run.saves:

@@ -71,7 +71,7 @@ part_muon() {
   rm -rf "$out"/muon_step.jsonl "$out"/muon_peers.jsonl
   # A mid-size MoE on three meshes; then a layer of Kimi K2 with the experts that two of its ranks have.
   ranks 120 scripts/bench/muon_step.py --meshes ep=1 ep=2 dense_shard=1,expert_shard=1 \
-    --optimizers ours adamw --reserved-sms 8 --trace "$out/traces" --json "$out/muon_step.jsonl"
+    --optimizers ours adamw --reserved-sms 8 16 --trace "$out/traces" --json "$out/muon_step.jsonl"
   ranks 70 scripts/bench/muon_step.py "${kimi[@]}" --meshes ep=1 --optimizers ours adamw \
     --json "$out/muon_step.jsonl"
   [ -f "$out/links.jsonl" ] && links=(--links "$out/links.jsonl")

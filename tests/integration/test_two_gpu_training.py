@@ -34,7 +34,6 @@ def test_two_ranks_train_otherwise_than_one(tmp_path) -> None:
         "whole-alone": 1,
         "whole-ep2": 2,
         "again-ep2": 2,
-        "collective-ep2": 2,
         "reference-ep2": 2,
         "resumed-ep2-ep2": 2,
         "resumed-alone-ep2": 2,

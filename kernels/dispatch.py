@@ -22,15 +22,16 @@ kept here as well:
 
 - varlen_attention: one segment -> SDPA causal; several segments on CUDA in bf16/fp16 with head dims
   <= 256 -> `torch.nn.attention.varlen`; otherwise SDPA once per distinct segment length.
-- products of grouped_swiglu: CUDA bf16 with H and I multiples of 8 -> `torch._grouped_mm` (no host
-  sync), on Hopper for weight gradients alone, and for the others CUDA C++ with gather and SwiGLU in
-  it; otherwise a loop over experts, which on CUDA reads the row counts back to the host.
+- products of grouped_swiglu: CUDA bf16 with H and I multiples of 8 -> on Hopper CUDA C++ with
+  gather and SwiGLU in it, elsewhere `torch._grouped_mm` (neither waits for the device); otherwise
+  a loop over experts, which on CUDA reads the row counts back to the host.
 
 The environment variable MEGACOMPOSER_KERNELS overrides the choice for every op:
-`reference`, `torch`, or `triton`. `triton` means: wherever the op has a Triton kernel, on inputs
-the table would not give it as well, which raises ValueError where the kernel cannot take them; ops
-whose triton column says none keep `torch`. On a CPU tensor Triton runs only in its interpreter
-(TRITON_INTERPRET=1 set before triton is imported).
+`reference` (of grouped_swiglu: without expert parallelism only), `torch`, or `triton`. `triton`
+means: wherever the op has a Triton kernel, on inputs the table would not give it as well, which
+raises ValueError where the kernel cannot take them; ops whose triton column says none keep `torch`.
+On a CPU tensor Triton runs only in its interpreter (TRITON_INTERPRET=1 set before triton is
+imported).
 """
 
 from __future__ import annotations

@@ -9,17 +9,17 @@ E experts, H hidden dim, I intermediate dim; 2I is gate rows, then up rows.
 
 Memory: forward keeps the pre-activations, 2 R I elements, alone. Nothing of the size R H is made
 where it would take more than `_GATHER_BYTES` (G below): tokens are gathered, and results added, for
-a range of rows at a time; the gathered operand of a weight gradient, which needs all rows at once,
-for a range of columns. In bytes for half precision, beside inputs and weight gradients:
+a range of rows at a time; outside of the Hopper kernels, which gather inside, the gathered operand
+of a weight gradient, which needs all rows at once, for a range of columns. In bytes for half
+precision, beside inputs and weight gradients, and beside an exchange's buffers of what it sends:
     gate_up       4 R I + 4 N H + G + 4 C I         C = G / (2 H) rows; sm90: 2 C I for G + 4 C I
     down          4 R I + 4 N H + 2 C I + G
     rows back     4 R I + 2 R I + G + 2 C I         sm90: 6 R I; in place of hidden
-    d down        4 R I + 2 R I + G + a range of columns of d down
-    d gate_up     4 R I + G + a range of columns of d gate_up
+    d down        6 R I                             and, but for sm90, G and a range of columns
     d x           4 R I + 4 N H + G
-With N = 32768, H = 2048, I = 768, E = 128, K = 8 and G = 256 MiB: 1472, 1376, 1504, 1504, 1216 and
-1280 MiB, thus 1.47 GiB, of which 0.75 GiB live from forward to backward. Beside both weight
-gradients, at the end, d x takes the most, 1.25 GiB. All rows at once would take 2.1 GiB.
+    d gate_up     4 R I                             and, but for sm90, G and a range of columns
+With N = 32768, H = 2048, I = 768, E = 128, K = 8 and G = 256 MiB the forward takes up to 1472 MiB,
+of which 768 live on to backward. All rows at once would take 2.1 GiB.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def grouped_swiglu(
     overwrites them, so a second backward through the same result (retain_graph=True) raises
     RuntimeError.
 
-    Raises ValueError if a shape or dtype is not as above; where the map lives on an accelerator,
+    Raises ValueError if a shape or dtype is not as above, or if MEGACOMPOSER_KERNELS asks for the
+    reference with an exchange; where the map lives on an accelerator,
     rows_per_expert that sum to other than R are a device-side assertion.
     """
     if exchange is None:
@@ -88,7 +89,10 @@ def grouped_swiglu(
     implementation = choose("grouped_swiglu", x_NH)
     if implementation == "reference":
         if not isinstance(exchange, OwnTokens):
-            raise ValueError(f"{OVERRIDE_VARIABLE}=reference: the expert layer's has one rank only")
+            raise ValueError(
+                f"{OVERRIDE_VARIABLE}=reference: the expert layer's reference runs on one rank;"
+                " unset it, or use mesh.ep 1"
+            )
         return grouped_swiglu_reference(x_TH, gate_up_E2IH, down_EHI, map, probs_NK)
     if x_NH.is_cuda:
         gate_up_E2IH, down_EHI = dense(gate_up_E2IH), dense(down_EHI)

@@ -1,7 +1,9 @@
 """Move tokens to their expert-sorted rows, and the experts' results back.
 
-Both directions are gathers, forward and backward: a token's K rows are added in the order of its
-choices, in fp32, so results do not vary from run to run (no scatter-add, no atomics).
+The model moves tokens with `permute_into` and `combine` without a graph (model/expert_exchange.py)
+or inside of the products (grouped_mlp.py); `permute` and `combine` with gradients are for layers of
+other makes. Both directions are gathers, forward and backward: a token's K rows are added in the
+order of its choices, in fp32, so results do not vary from run to run (no scatter-add, no atomics).
 Shape suffixes: T tokens, K experts per token, R rows (T K, or fewer where pairs have none), H
 hidden dim.
 """

@@ -7,7 +7,7 @@ the row.
 
 Accesses are vectors of V elements, the largest power of two up to 16 bytes that divides every
 address, row stride and H; V is 1 where adjacent elements are not.
-Shape suffixes: T tokens, K experts per token, R = T K rows, H hidden dim.
+Shape suffixes: T tokens, K experts per token, R rows (T K at most), H hidden dim.
 """
 
 from __future__ import annotations

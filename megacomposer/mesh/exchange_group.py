@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+
+
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long an NCCL group lets a collective wait."""
+    options = group._get_backend(torch.device("cuda")).options
+    timeout: datetime.timedelta = options._timeout
+    return timeout
 
 
 def exchange_group(
@@ -28,13 +37,18 @@ def exchange_group(
         raise ValueError("this build of torch has no NCCL; use the groups of the layout")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = 2 ** (most_blocks.bit_length() - 1)
-    own: list[dist.ProcessGroup] = []
+    world, own = dist.group.WORLD, []
+    assert world is not None
     for members in members_of_groups:
         # By all ranks, so that torch counts groups for their names. A group that its members make
         # alone is named after them, and the next one of that name would find the first one's
         # addresses in the store.
         group = dist.new_group(
-            list(members), backend="nccl", pg_options=options, group_desc="exchange"
+            list(members),
+            timeout=group_timeout(world),
+            backend="nccl",
+            pg_options=options,
+            group_desc="exchange",
         )
         if dist.get_rank() in members:
             own.append(group)

@@ -14,10 +14,11 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from megacomposer.mesh.exchange_group import group_timeout
+
 TransportName = Literal["collective", "peer"]
 Direction = Literal["to_experts", "from_experts"]
 
-_BARRIER_TIMEOUT_MS = 600_000
 _GROWTH = 1.25
 
 
@@ -95,6 +96,7 @@ class PeerTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._stream = torch.cuda.Stream(device)
+        self._timeout_ms = int(group_timeout(group).total_seconds() * 1e3)
         self._buffers: dict[Direction, torch.Tensor] = {}
         self._handles: dict[Direction, Any] = {}  # torch names no type for them
         self._last: Direction | None = None
@@ -132,7 +134,7 @@ class PeerTransport:
         """The handle of that buffer; the stream waits until all ranks' streams are here."""
         handle = self._handles[direction]
         with torch.cuda.stream(self._stream):
-            handle.barrier(channel=0, timeout_ms=_BARRIER_TIMEOUT_MS)
+            handle.barrier(channel=0, timeout_ms=self._timeout_ms)
         return handle
 
     def _allocate(self, direction: Direction, size_bytes: int) -> torch.Tensor:
@@ -171,15 +173,26 @@ def make_transport(group: dist.ProcessGroup, name: TransportName) -> RowTranspor
 
 
 def _no_peer_memory(group: dist.ProcessGroup) -> str:
-    """Why the ranks of the group cannot read each other's memory; empty if they can."""
+    """Why the ranks of the group cannot read each other's memory, the same on all; empty if they
+    can. Collective."""
     if not torch.cuda.is_available():
         return "there is no GPU"
-    places: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(places, (socket.gethostname(), torch.cuda.current_device()), group=group)
-    if len({host for host, _ in places}) > 1:
-        return "the ranks of an expert-parallel group are on several hosts"
     own = torch.cuda.current_device()
-    for _, device in places:
-        if device != own and not torch.cuda.can_device_access_peer(own, device):
-            return f"GPU {own} cannot read the memory of GPU {device}"
-    return ""
+    place = (socket.gethostname(), str(torch.cuda.get_device_properties(own).uuid), own)
+    places = [place] * group.size()
+    dist.all_gather_object(places, place, group=group)
+    reason = ""
+    if len({host for host, _, _ in places}) > 1:
+        reason = "the ranks of an expert-parallel group are on several hosts"
+    elif len({gpu for _, gpu, _ in places}) < len(places):
+        reason = "ranks of an expert-parallel group share a GPU"
+    for _, gpu, index in places:
+        # Of a GPU that this process does not see, symmetric memory finds out by itself.
+        is_seen = index < torch.cuda.device_count() and gpu == str(
+            torch.cuda.get_device_properties(index).uuid
+        )
+        if is_seen and index != own and not torch.cuda.can_device_access_peer(own, index):
+            reason = reason or f"GPU {own} cannot read the memory of GPU {index}"
+    reasons = [reason] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(filter(None, reasons), "")

@@ -36,7 +36,9 @@ Counts = list[list[list[int]]]
 class ExchangePlan:
     """Which tokens go where. `sent_map`'s rows are sorted by part, rank and token."""
 
-    rank: int
+    group: dist.ProcessGroup
+    num_local: int
+    """L."""
     sent_map: RoutingMap
     """Of the pairs (t, k) whose expert is the first of its rank among t's, to S rows."""
     is_first_TK: torch.Tensor
@@ -45,6 +47,10 @@ class ExchangePlan:
     """Tokens that each rank sends."""
     pairs: Counts
     """(token, expert) pairs of them."""
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
 
     @property
     def ranks(self) -> range:
@@ -134,7 +140,8 @@ def plan_exchange(
     tokens_host, pairs_host = gathered.view(size, 2, parts, size).transpose(0, 1).tolist()
     sent_map = whole_map.without_last_expert(sum(map(sum, tokens_host[group.rank()])))
     plan = ExchangePlan(
-        rank=group.rank(),
+        group=group,
+        num_local=local,
         sent_map=sent_map,
         is_first_TK=is_first_TK,
         tokens=tokens_host,
@@ -154,7 +161,7 @@ class ExpertExchange:
         rows = itertools.accumulate(plan.received_pairs(), initial=0)
         runs = zip(itertools.pairwise(tokens), itertools.pairwise(rows), strict=True)
         self.parts = tuple(Part(tokens=slice(*t), rows=slice(*r)) for t, r in runs)
-        self._started: Arrival | None = None
+        self._started: _Arrival | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -166,42 +173,58 @@ class ExpertExchange:
         """(token, expert) pairs of them."""
         return self.parts[-1].rows.stop
 
-    def local_map(self, ids_NK: torch.Tensor, num_local: int) -> RoutingMap:
-        """The map of the received tokens to the local experts, part after part. ids: of all the
-        experts, rising."""
-        first, num_experts = self._plan.rank * num_local, len(self._plan.ranks) * num_local
-        none = len(self.parts) * num_local
+    def start(self, x_TH: torch.Tensor) -> None:
+        """Sends the first part of the layer's tokens; `started` sends the others."""
+        self._started = self._pack(x_TH.detach())
+        self._started.send(1)
+
+    def routing(
+        self, gates_TK: torch.Tensor, ids_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, RoutingMap]:
+        """Gates [N, K] of the tokens that come, and their map to the local experts, part by part.
+
+        gates: float32 [T, K], differentiable: each reaches the gradient from its expert's rank;
+        ids: int64 [T, K], rising. Collective, in backward too. After `start`, since a collective
+        waits for those before it, and the first part is what the experts wait for anyway.
+        """
+        gates_NK, ids_NK = _ExchangeGates.apply(gates_TK, ids_TK, self._plan)
+        num_local, none = self._plan.num_local, len(self.parts) * self._plan.num_local
+        num_experts = len(self._plan.ranks) * num_local
         # Round the circle of all experts, from this rank's first: those of others come last.
-        ids_NK = (ids_NK - first).remainder_(num_experts).clamp_(max=num_local)
+        ids_NK = (ids_NK - self._plan.rank * num_local).remainder_(num_experts)
+        ids_NK.clamp_(max=num_local)
         if len(self.parts) > 1:
             is_none_NK = ids_NK == num_local
             for index, part in enumerate(self.parts):
                 ids_NK[part.tokens] += index * num_local
             ids_NK.masked_fill_(is_none_NK, none)
         whole_map = routing_map(ids_NK, none + 1, ids_rise=True)
-        return whole_map.without_last_expert(self.num_rows)
-
-    def start(self, x_TH: torch.Tensor) -> None:
-        """Sends the layer's tokens, before it begins."""
-        self._started = self.send(x_TH.detach())
+        return gates_NK, whole_map.without_last_expert(self.num_rows)
 
     def started(self) -> Arrival:
         arrival, self._started = self._started, None  # who asks keeps it no longer than it needs
         assert arrival is not None
+        arrival.send(len(self.parts))
         return arrival
 
     def send(self, x_TH: torch.Tensor) -> Arrival:
+        arrival = self._pack(x_TH)
+        arrival.send(len(self.parts))
+        return arrival
+
+    def _pack(self, x_TH: torch.Tensor) -> _Arrival:
         plan, self._like = self._plan, x_TH.new_empty(0, x_TH.shape[1])
         sent_SH = self._transport.buffer(
             "to_experts", plan.num_sent(plan.rank), max(map(plan.num_sent, plan.ranks)), x_TH
         )
         permute_into(sent_SH, x_TH, plan.sent_map)
         tokens_NH = x_TH.new_empty((self.num_tokens, x_TH.shape[1]))
-        transfers = [
-            self._transport.start(sent_SH, move, tokens_NH[part.tokens])
-            for move, part in zip(plan.out_moves, self.parts, strict=True)
-        ]
-        return _Arrival(tokens_NH, transfers)
+
+        def send(part: int) -> Transfer:
+            out = tokens_NH[self.parts[part].tokens]
+            return self._transport.start(sent_SH, plan.out_moves[part], out)
+
+        return _Arrival(tokens_NH, send)
 
     def give_back(self) -> Return:
         plan, width = self._plan, self._like.shape[1]
@@ -219,8 +242,14 @@ class ExpertExchange:
 
 
 class _Arrival:
-    def __init__(self, tokens_NH: torch.Tensor, transfers: list[Transfer]) -> None:
-        self.tokens_NH, self._transfers = tokens_NH, transfers
+    def __init__(self, tokens_NH: torch.Tensor, send: Callable[[int], Transfer]) -> None:
+        self.tokens_NH, self._send = tokens_NH, send
+        self._transfers: list[Transfer] = []
+
+    def send(self, parts: int) -> None:
+        """All parts up to that number which are not under way."""
+        for part in range(len(self._transfers), parts):
+            self._transfers.append(self._send(part))
 
     def wait(self, part: int) -> None:
         self._transfers[part].wait()
@@ -253,31 +282,27 @@ class _Return:
 
 
 class _ExchangeGates(torch.autograd.Function):
-    """Each token's gates and local expert ids to the ranks of its experts, in one collective for
-    each part; backward, the gates' gradients."""
+    """Each token's gates and expert ids to the ranks of its experts, in one collective for each
+    part; backward, the gates' gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gates_TK: torch.Tensor,
-        ids_TK: torch.Tensor,
-        plan: ExchangePlan,
-        group: dist.ProcessGroup,
+        ctx: Any, gates_TK: torch.Tensor, ids_TK: torch.Tensor, plan: ExchangePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert gates_TK.dtype == torch.float32
         both = torch.cat([ids_TK.int(), gates_TK.view(torch.int32)], dim=1)
         sent = both.index_select(0, plan.sent_map.token_of_row)
-        ids_NK, gates_NK = _exchange(sent, plan.out_moves, group).chunk(2, dim=1)
-        ctx.plan, ctx.group = plan, group
+        ids_NK, gates_NK = _exchange(sent, plan.out_moves, plan.group).chunk(2, dim=1)
+        ctx.plan = plan
         ctx.mark_non_differentiable(ids_NK)
         return gates_NK.contiguous().view(torch.float32), ids_NK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NK: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad_NK: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
         plan: ExchangePlan = ctx.plan
-        grad_SK = _exchange(grad_NK.contiguous(), plan.back_moves, ctx.group)
-        return grad_SK.gather(0, plan.row_of_pair_TK()), None, None, None
+        grad_SK = _exchange(grad_NK.contiguous(), plan.back_moves, plan.group)
+        return grad_SK.gather(0, plan.row_of_pair_TK()), None, None
 
 
 def _exchange(rows: torch.Tensor, moves: list[Move], group: dist.ProcessGroup) -> torch.Tensor:
@@ -286,16 +311,4 @@ def _exchange(rows: torch.Tensor, moves: list[Move], group: dist.ProcessGroup) -
     out = rows.new_empty((sum(sizes), rows.shape[1]))
     for move, part in zip(moves, out.split(sizes), strict=True):
         transport.start(rows, move, part).wait()
-    return out
-
-
-def exchange_gates(
-    gates_TK: torch.Tensor, ids_TK: torch.Tensor, plan: ExchangePlan, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates and expert ids [N, K] of the received tokens, also those of other ranks' experts.
-
-    gates: float32 [T, K], differentiable: those of this rank's experts reach the gradient. ids:
-    int64 [T, K]. Collective over the group, in backward too.
-    """
-    out: tuple[torch.Tensor, torch.Tensor] = _ExchangeGates.apply(gates_TK, ids_TK, plan, group)
     return out

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megacomposer.kernels.grouped_mlp import grouped_swiglu
 from megacomposer.kernels.moe_routing import RoutingMap, routing_map
 from megacomposer.mesh.row_transport import RowTransport, TransportName, make_transport
-from megacomposer.model.expert_exchange import ExpertExchange, exchange_gates, plan_exchange
+from megacomposer.model.expert_exchange import ExpertExchange, plan_exchange
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,10 @@ class StackedExperts(MegatronModule):
 class ExpertDispatcher(MoETokenDispatcher):
     """Moves tokens to the ranks of their experts and back, in megatron-core's six stages.
 
-    One copy per (token, rank), expanded to rows by the experts' gather. Tokens are sent in
-    `token_dispatch`; the experts wait for each part of them, and send its results back while they
-    work on the next. Deterministic: stable maps, and float32 sums in a fixed order.
+    One copy per (token, rank), expanded to rows by the experts' gather. The first part of the
+    tokens is sent in `token_dispatch`, the others when the experts begin; these wait for each part,
+    and send its results back while they work on the next. Deterministic: stable maps, and float32
+    sums in a fixed order.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class ExpertDispatcher(MoETokenDispatcher):
         self.transport: RowTransport | None = None
         if self.ep_group.size() > 1:
             self.transport = make_transport(self.ep_group, transport)
+        self.map: RoutingMap | None = None
+        self.exchange: ExpertExchange | None = None
         self.tokens_per_expert_E: torch.Tensor | None = None
         """Tokens that this rank routed to each expert in the last forward, int64 [E]."""
 
@@ -93,32 +96,31 @@ class ExpertDispatcher(MoETokenDispatcher):
             self.map = routing_map(ids_TK, self.num_experts, ids_rise=True)
             self.tokens_per_expert_E = self.map.rows_per_expert
         else:
-            self.plan, self.tokens_per_expert_E = plan_exchange(
+            plan, self.tokens_per_expert_E = plan_exchange(
                 ids_TK, self.num_experts, self.parts, self.ep_group
             )
+            self.exchange = ExpertExchange(plan, self.transport)
         return hidden.reshape(-1, hidden.shape[-1]), gates_TK
 
     def token_dispatch(
         self, tokens_TH: torch.Tensor, gates_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sends tokens, then gates and ids: returns the gates [N, K] of the received tokens.
-        Without expert parallelism nothing moves."""
-        self.exchange = None
-        if self.transport is not None:
-            self.exchange = ExpertExchange(self.plan, self.transport)
+        """Sends the first part of the tokens; without expert parallelism nothing moves."""
+        if self.exchange is not None:
             self.exchange.start(tokens_TH)
-            gates_TK, self.ids_TK = exchange_gates(gates_TK, self.ids_TK, self.plan, self.ep_group)
         return tokens_TH, gates_TK
 
     def dispatch_postprocess(
-        self, tokens_TH: torch.Tensor, gates_NK: torch.Tensor
+        self, tokens_TH: torch.Tensor, gates_TK: torch.Tensor
     ) -> tuple[torch.Tensor, Routed, torch.Tensor]:
-        """The map of the received tokens to the local experts, while they arrive."""
-        exchange, self.exchange = self.exchange, None
+        """The map of the tokens that come to the local experts, and their gates [N, K]."""
+        # A layer keeps none of it until its next forward.
+        exchange, map, ids_TK = self.exchange, self.map, self.ids_TK
+        self.exchange = self.map = self.ids_TK = None
+        gates_NK = gates_TK
         if exchange is not None:
-            num_local = self.num_experts // self.ep_group.size()
-            self.map = exchange.local_map(self.ids_TK, num_local)
-        return tokens_TH, Routed(map=self.map, exchange=exchange), gates_NK
+            gates_NK, map = exchange.routing(gates_TK, ids_TK)
+        return tokens_TH, Routed(map=map, exchange=exchange), gates_NK
 
     def combine_preprocess(self, out_TH: torch.Tensor) -> torch.Tensor:
         """Nothing: the experts have sent their results back."""

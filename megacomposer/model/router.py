@@ -25,7 +25,8 @@ from megacomposer.kernels.moe_router import (
 
 
 class Router(MegatronModule):
-    """Chooses K experts for each token. Weight `weight` [E, H]; all arithmetic in float32.
+    """Chooses K experts for each token. Weight `weight` [E, H]; all arithmetic in float32, but for
+    the logits' gradient on tensor cores, which keeps 16 bits.
 
     The losses' gradients come in with the gates: means over the tokens of the global batch, whose
     number `start_step` tells. Sums for their values are in `statistics`.
@@ -166,12 +167,18 @@ class _Logits(torch.autograd.Function):
         return _wide_product(x_TH, weight_EH.t())
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(
+        ctx: Any, grad_TE: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
-        parts = _parts(grad_TE, x_TH)
-        dx = functools.reduce(torch.add, [_wide_product(part, weight_EH) for part in parts])
-        dweight = functools.reduce(torch.add, [_wide_product(part.t(), x_TH) for part in parts])
-        return dx.to(x_TH.dtype), dweight.to(weight_EH.dtype)
+        parts, dx, dweight = _parts(grad_TE, x_TH), None, None
+        if ctx.needs_input_grad[0]:
+            dx_parts = [_wide_product(part, weight_EH) for part in parts]
+            dx = functools.reduce(torch.add, dx_parts).to(x_TH.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight_parts = [_wide_product(part.t(), x_TH) for part in parts]
+            dweight = functools.reduce(torch.add, dweight_parts).to(weight_EH.dtype)
+        return dx, dweight
 
 
 def _on_tensor_cores(x: torch.Tensor) -> bool:

@@ -80,16 +80,15 @@ class Calibration:
     world_size: int
 
 
-def read_calibrations(path: Path, *, near_bytes_per_s: float | None = None) -> list[Calibration]:
+def read_calibrations(path: Path, *, links: Path | None = None) -> list[Calibration]:
     """Every record of the file, in its order.
 
-    near_bytes_per_s: what NVLink was measured to carry (`read_near_bytes_per_s`), or None.
+    links: what NVLink was measured to carry, for `read_near_bytes_per_s`.
 
     Raises:
         ValueError: a record lacks something, or is of a model with other parameters.
     """
-    near = Machine.near_bytes_per_s if near_bytes_per_s is None else near_bytes_per_s
-    return [_calibration(path, record, near) for record in _read_records(path)]
+    return [_calibration(path, record, links) for record in _read_records(path)]
 
 
 def read_near_bytes_per_s(path: Path, optim: OptimConfig) -> float:
@@ -124,7 +123,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _calibration(path: Path, record: dict[str, Any], near_bytes_per_s: float) -> Calibration:
+def _calibration(path: Path, record: dict[str, Any], links: Path | None) -> Calibration:
     needed = ("elementwise_bytes_per_s", "newton_schulz", "step_ms", "model")
     missing = [name for name in needed if record.get(name) is None]
     if missing:
@@ -132,7 +131,14 @@ def _calibration(path: Path, record: dict[str, Any], near_bytes_per_s: float) ->
     told = record["model"]
     changes = {"num_layers": told["num_layers"]} | told.get("changes", {})
     model = dataclasses.replace(preset(told["preset"]), **changes)
-    optim = OptimConfig(name="muon", muon_o_proj=told["muon_o_proj"])
+    optim = OptimConfig(
+        name="muon",
+        muon_o_proj=told["muon_o_proj"],
+        muon_reserved_sms=told.get("muon_reserved_sms", OptimConfig.muon_reserved_sms),
+    )
+    near_bytes_per_s = Machine.near_bytes_per_s
+    if links is not None:
+        near_bytes_per_s = read_near_bytes_per_s(links, optim)
     matrices = sum(len(found) for _, found in _parameters(model, optim))
     if matrices != told["matrices"]:
         raise ValueError(

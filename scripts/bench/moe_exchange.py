@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megacomposer.kernels.bench import environment
 from megacomposer.runtime.config import RuntimeConfig
-from megacomposer.runtime.process import end_process, start_process
+from megacomposer.runtime.process import end_process, end_process_on_error, start_process
 
 sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 from moe_exchange_cases import SHAPES, Layer, dispatches, slowest
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["rows"], choices=["rows", "vdev"])
     parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
     args = parser.parse_args()
+    end_process_on_error()
     with start_process(RuntimeConfig(deterministic=False)) as process:
         on_gpu = process.device.type == "cuda"
         transports = args.transports

@@ -15,7 +15,7 @@ from megacomposer.kernels.grouped_mlp import grouped_swiglu
 from megacomposer.kernels.moe_permute import permute_into
 from megacomposer.kernels.moe_routing import routing_map
 from megacomposer.mesh.row_transport import CollectiveTransport, PeerTransport, RowTransport
-from megacomposer.model.expert_exchange import ExpertExchange, exchange_gates, plan_exchange
+from megacomposer.model.expert_exchange import ExpertExchange, plan_exchange
 
 Run = Callable[[], object]
 
@@ -80,8 +80,7 @@ class Layer:
             plan, _ = plan_exchange(self.ids_TK, self.experts, parts, self.group)
             exchange = ExpertExchange(plan, self.transport(how))
             exchange.start(self.x_TH)
-            gates_NK, ids_NK = exchange_gates(self.gates_TK, self.ids_TK, plan, self.group)
-            map = exchange.local_map(ids_NK, self.local)
+            gates_NK, map = exchange.routing(self.gates_TK, self.ids_TK)
             return grouped_swiglu(*leaves[:3], map, gates_NK, exchange)
 
         return forward, lambda: torch.autograd.grad(forward(), leaves, self.grad_TH)

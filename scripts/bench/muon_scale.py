@@ -40,7 +40,7 @@ def main() -> None:
     near = read_near_bytes_per_s(args.links, optim) if args.links else machine.near_bytes_per_s
     machine = dataclasses.replace(machine, near_bytes_per_s=near)
     if args.calibration:
-        calibrations = read_calibrations(args.calibration, near_bytes_per_s=near)
+        calibrations = read_calibrations(args.calibration, links=args.links)
         machine = calibrations[0].machine
     if args.check:
         if not args.calibration:

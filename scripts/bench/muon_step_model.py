@@ -97,6 +97,7 @@ class Model:
             "num_layers": self.config.num_layers,
             "changes": self.changes,
             "muon_o_proj": "per_head" if self.per_head else "whole",
+            "muon_reserved_sms": self.muon_config().muon_reserved_sms,
             "muon_parameters": self.elements(muon=True),
             "adamw_parameters": self.elements(muon=False),
             "matrices": sum(len(shard.matrices) for shard in self.shards),

@@ -16,7 +16,13 @@ from megacomposer.kernels.bench import environment
 from megacomposer.optim.qk_clip import QKClip
 from megacomposer.optim.schedule import learning_rate
 from megacomposer.runtime.config import RuntimeConfig
-from megacomposer.runtime.process import Process, end_process, seed_everything, start_process
+from megacomposer.runtime.process import (
+    Process,
+    end_process,
+    end_process_on_error,
+    seed_everything,
+    start_process,
+)
 from megacomposer.train.config import RunConfig
 from megacomposer.train.state import TrainState, build_state
 from megacomposer.train.step import TrainStep
@@ -89,6 +95,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="rows are appended to it")
     parser.add_argument("names", nargs="+")
     args = parser.parse_args()
+    end_process_on_error()
     runtime = RuntimeConfig(device=args.device, collective_timeout_s=60.0)
     with start_process(runtime) as process:
         for name in args.names:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that is run on one machine with two GPUs, in at most 10 minutes:
+# What is run on one machine with two GPUs; ends within 10 minutes, what does not fit in is left out:
 #   bash scripts/bench/two_gpus.sh [OUT_FOLDER] [PART ...]
 #   OUT_FOLDER  of the results, from the root of the repository (default docs/benchmarks/h200x2)
 #   PART        train links muon dispatch (default: all of them, in this order)

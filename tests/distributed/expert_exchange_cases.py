@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megacomposer.kernels.grouped_mlp import grouped_swiglu, grouped_swiglu_reference
 from megacomposer.kernels.moe_routing import routing_map
 from megacomposer.mesh.row_transport import CollectiveTransport, PeerTransport, RowTransport
-from megacomposer.model.expert_exchange import ExpertExchange, exchange_gates, plan_exchange
+from megacomposer.model.expert_exchange import ExpertExchange, plan_exchange
 
 EXPERTS, CHOICES, HIDDEN, INNER = 8, 3, 32, 16
 
@@ -24,6 +24,8 @@ class Case:
     routing: str = "random"
     parts: int = 1
     dtype: torch.dtype = torch.float32
+    frozen: tuple[str, ...] = ()
+    """Operands that need no gradient."""
 
     def ids(self) -> torch.Tensor:
         """[all tokens, K], rising."""
@@ -36,9 +38,9 @@ class Case:
             return torch.full((total, CHOICES), 5)
         return weights.multinomial(CHOICES, generator=generator).sort(dim=1).values
 
-    def operands(self) -> dict[str, torch.Tensor]:
+    def operands(self, seed: int = 2) -> dict[str, torch.Tensor]:
         """Of all ranks and experts."""
-        generator = torch.Generator().manual_seed(2)
+        generator = torch.Generator().manual_seed(seed)
         total = sum(self.tokens)
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -53,39 +55,50 @@ class Case:
         }
 
 
-def on_one_rank(case: Case) -> dict[str, torch.Tensor]:
+def on_one_rank(case: Case, seed: int = 2) -> dict[str, torch.Tensor]:
     """The layer's result and gradients in float64."""
-    wide = {name: x.double() for name, x in case.operands().items()}
-    leaves = [wide[name].requires_grad_() for name in ("x", "gate_up", "down", "gates")]
+    leaves = {name: x.double() for name, x in case.operands(seed).items()}
+    grad = leaves.pop("grad")
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name not in case.frozen)
     map = routing_map(case.ids(), EXPERTS)
-    out = grouped_swiglu_reference(*leaves[:3], map, leaves[3])
-    grads = torch.autograd.grad(out, leaves, wide["grad"])
-    return dict(zip(("out", "x", "gate_up", "down", "gates"), (out.detach(), *grads), strict=True))
+    weights = (leaves["gate_up"], leaves["down"])
+    out = grouped_swiglu_reference(leaves["x"], *weights, map, leaves["gates"])
+    return _with_gradients(out, leaves, grad)
 
 
-def on_this_rank(case: Case, transport: RowTransport, device: torch.device) -> dict[str, Any]:
+def _with_gradients(
+    out: torch.Tensor, leaves: dict[str, torch.Tensor], grad: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(out, list(trained.values()), grad)
+    return {"out": out.detach()} | dict(zip(trained, grads, strict=True))
+
+
+def on_this_rank(
+    case: Case, transport: RowTransport, device: torch.device, seed: int = 2
+) -> dict[str, Any]:
     """This rank's part of the same, on the CPU, and how many rows it sent."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    local = EXPERTS // dist.get_world_size()
-    first = sum(case.tokens[:rank])
-    tokens, experts = (
-        slice(first, first + case.tokens[rank]),
-        slice(rank * local, (rank + 1) * local),
-    )
-    operands = {name: x.to(device) for name, x in case.operands().items()}
-    x, gates = (operands[name][tokens].requires_grad_() for name in ("x", "gates"))
-    gate_up, down = (operands[name][experts].requires_grad_() for name in ("gate_up", "down"))
+    local, first = EXPERTS // dist.get_world_size(), sum(case.tokens[:rank])
+    tokens = slice(first, first + case.tokens[rank])
+    experts = slice(rank * local, (rank + 1) * local)
+    slices = {"gate_up": experts, "down": experts}
+    leaves = {
+        name: x[slices.get(name, tokens)].to(device).requires_grad_(name not in case.frozen)
+        for name, x in case.operands(seed).items()
+    }
+    grad = leaves.pop("grad").detach()
     ids = case.ids().to(device)[tokens]
     plan, pairs_E = plan_exchange(ids, EXPERTS, case.parts, group)
     exchange = ExpertExchange(plan, transport)
-    exchange.start(x)
-    gates_NK, ids_NK = exchange_gates(gates, ids, plan, group)
-    map = exchange.local_map(ids_NK, local)
-    out = grouped_swiglu(x, gate_up, down, map, gates_NK, exchange)
-    grads = torch.autograd.grad(out, (x, gate_up, down, gates), operands["grad"][tokens])
-    named = dict(zip(("out", "x", "gate_up", "down", "gates"), (out.detach(), *grads), strict=True))
-    result: dict[str, Any] = {name: x.cpu() for name, x in named.items()}
+    exchange.start(leaves["x"])
+    gates_NK, map = exchange.routing(leaves["gates"], ids)
+    weights = (leaves["gate_up"], leaves["down"])
+    out = grouped_swiglu(leaves["x"], *weights, map, gates_NK, exchange)
+    found = _with_gradients(out, leaves, grad)
+    result: dict[str, Any] = {name: x.cpu() for name, x in found.items()}
     return result | {"sent": plan.num_sent(rank), "pairs": pairs_E.cpu()}
 
 
@@ -95,8 +108,9 @@ def on_gloo(cases: list[Case]) -> list[dict[str, Any]]:
     return [on_this_rank(case, transport, torch.device("cpu")) for case in cases]
 
 
-def on_gpus(cases: list[Case], repeats: int) -> dict[str, list[dict[str, Any]]]:
-    """Both transports, each case several times in a row, so that buffers are used again."""
+def on_gpus(cases: list[Case], seeds: list[int]) -> dict[str, list[dict[str, Any]]]:
+    """Both transports; each case with the operands of each seed, so that what a buffer held before
+    would show."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
@@ -104,7 +118,7 @@ def on_gpus(cases: list[Case], repeats: int) -> dict[str, list[dict[str, Any]]]:
     assert group is not None
     transports = {"collective": CollectiveTransport(group), "peer": PeerTransport(group, device)}
     results = {
-        name: [on_this_rank(case, transport, device) for case in cases for _ in range(repeats)]
+        name: [on_this_rank(case, transport, device, seed) for case in cases for seed in seeds]
         for name, transport in transports.items()
     }
     torch.cuda.synchronize()

@@ -20,6 +20,9 @@ CASES = {
     "all to one expert, in parts": Case(tokens=(4, 3, 2, 5), routing="one", parts=2),
     "more parts than tokens": Case(tokens=(2, 1, 3, 2), parts=5),
     "no tokens at all": Case(tokens=(0, 0, 0, 0), parts=2),
+    "frozen tokens": Case(tokens=(5, 0, 9, 3), parts=2, frozen=("x",)),
+    "frozen experts": Case(tokens=(5, 0, 9, 3), frozen=("gate_up", "down")),
+    "frozen router": Case(tokens=(5, 0, 9, 3), frozen=("gates",)),
 }
 
 

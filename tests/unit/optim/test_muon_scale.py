@@ -300,19 +300,22 @@ def test_measured_links_and_meshes_are_not_those_of_the_prediction(tmp_path: Pat
             ("exchange", 16, 2**10, 1e6),
             ("exchange", 16, 2**30, 1e9),
             ("exchange", 8, 2**30, 2e9),
+            ("exchange", 0, 2**30, 4e9),
             ("all_to_all", 0, 2**30, 3e9),
         )
     ]
     links.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_near_bytes_per_s(links, OptimConfig(name="muon")) == 1e9
+    assert read_near_bytes_per_s(links, OptimConfig(name="muon", muon_reserved_sms=16)) == 1e9
+    assert read_near_bytes_per_s(links, OptimConfig(name="muon")) == 4e9
     with pytest.raises(ValueError, match="no exchange with most_blocks=4"):
         read_near_bytes_per_s(links, OptimConfig(name="muon", muon_reserved_sms=6))
     one = calibration(path).read_text()
-    model = json.loads(one)["model"] | {"mesh": {"dense_shard": 1}, "world_size": 2}
+    mesh = {"mesh": {"dense_shard": 1}, "world_size": 2, "muon_reserved_sms": 16}
+    model = json.loads(one)["model"] | mesh
     two = calibration(path, model=model, step_ms=7.0).read_text()
     path.write_text(f"{one}\n{two}\n")
     machine = Machine(elementwise_bytes_per_s=1e9, calibrated=(SLOW,), near_bytes_per_s=1e9)
-    told = OptimConfig(name="muon")
+    told = OptimConfig(name="muon", muon_reserved_sms=16)
     step_s = predict(MODEL, MeshConfig(dense_shard=1), 2, machine, told).step_s
     out = run_script("--calibration", str(path), "--links", str(links), "--check").splitlines()
     assert out[0].endswith("prediction / measured 1.000")

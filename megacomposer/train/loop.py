@@ -37,6 +37,8 @@ def train(config: RunConfig) -> int:
     """
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(start_process(config.runtime))
+        # At once: a signal that comes before would end the rank.
+        preemption = PreemptionFlag(process.device)
         run_dir = Path(config.run_dir)
         stack.enter_context(RunLock(run_dir))
         setup_logging(run_dir, process.rank, process.world_size)
@@ -55,11 +57,17 @@ def train(config: RunConfig) -> int:
                     run_dir, tensorboard=config.observe.tensorboard, resume_step=state.step
                 )
             )
-        return _Loop(state, process, metrics).run()
+        return _Loop(state, process, metrics, preemption).run()
 
 
 class _Loop:
-    def __init__(self, state: TrainState, process: Process, metrics: MetricsWriter | None) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        process: Process,
+        metrics: MetricsWriter | None,
+        preemption: PreemptionFlag,
+    ) -> None:
         config = state.config
         self.state, self.process, self.config = state, process, config
         self._metrics = metrics
@@ -75,7 +83,7 @@ class _Loop:
             qk_clip=QKClip(model, layout, shards, threshold=threshold) if threshold else None,
         )
         self._speed = SpeedMeter(config.model, state.layout, process.device)
-        self._preemption = PreemptionFlag(process.device)
+        self._preemption = preemption
         self._skipped_in_a_row = 0
 
     def run(self) -> int:

@@ -192,14 +192,15 @@ int launch(const Problem& p, int cluster, int blocks, cudaStream_t stream) {
 extern "C" {
 
 // One product as kernels/grouped_products_sm90.py lays it out. `a` has rows of k elements, a_stride
-// apart; everything else is dense. n and k are those of the product, of gate_up half of n.
+// apart, and the weights have strides of experts and rows; everything else is dense. n and k are
+// those of the product, of gate_up half of n.
 struct GroupedArguments {
     const void *a, *weight, *hidden;
     void *out, *activation;
     const float* prob;
     float* dprob;
     const long *source, *rows_per_expert;
-    long rows, experts, n, k, a_stride;
+    long rows, experts, n, k, a_stride, weight_stride, weight_row_stride;
     int product, cluster;  // gate_up, down, down_backward, dx; blocks that share weights, 1 or 2
 };
 
@@ -227,8 +228,10 @@ int megacomposer_run_grouped(const GroupedArguments* arguments, int blocks, void
     const int width = is_gate_up ? kTileN / 2 : kTileN;
     p.columns = (p.n + width - 1) / width;
     const long n = is_gate_up ? 2 * x.n : x.n;
-    int error = weight_rows ? encode(&p.b, x.weight, x.experts, n, x.k, n * x.k, x.k, 128)
-                            : encode(&p.b, x.weight, x.experts, x.k, n, n * x.k, n, 64);
+    int error = weight_rows ? encode(&p.b, x.weight, x.experts, n, x.k, x.weight_stride,
+                                     x.weight_row_stride, 128)
+                            : encode(&p.b, x.weight, x.experts, x.k, n, x.weight_stride,
+                                     x.weight_row_stride, 64);
     if (error == 0 && x.source == nullptr)
         error = encode(&p.a, x.a, 1, x.rows, x.k, x.rows * x.a_stride, x.a_stride, 128);
     if (error == 0 && x.product == 2) {

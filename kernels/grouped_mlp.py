@@ -8,22 +8,25 @@ Shape suffixes: N tokens, K experts per token, R = N K rows in expert order, C r
 E experts, H hidden dim, I intermediate dim; 2I is gate rows, then up rows.
 
 Memory: forward keeps the pre-activations, 2 R I elements, alone. Nothing of the size R H is made
-where it would take more than `_GATHER_BYTES` (G below): tokens are gathered, and results added, for
-a range of rows at a time; outside of the Hopper kernels, which gather inside, the gathered operand
-of a weight gradient, which needs all rows at once, for a range of columns. In bytes for half
-precision, beside inputs and weight gradients, and beside an exchange's buffers of what it sends:
-    gate_up       4 R I + 4 N H + G + 4 C I         C = G / (2 H) rows; sm90: 2 C I for G + 4 C I
-    down          4 R I + 4 N H + 2 C I + G
-    rows back     4 R I + 2 R I + G + 2 C I         sm90: 6 R I; in place of hidden
-    d down        6 R I                             and, but for sm90, G and a range of columns
-    d x           4 R I + 4 N H + G
-    d gate_up     4 R I                             and, but for sm90, G and a range of columns
-With N = 32768, H = 2048, I = 768, E = 128, K = 8 and G = 256 MiB the forward takes up to 1472 MiB,
-of which 768 live on to backward. All rows at once would take 2.1 GiB.
+where it would take more than `_GATHER_BYTES` (G below): results are made, and added, a block of
+columns at a time, and the Hopper kernels gather inside. Elsewhere tokens are gathered for a range
+of rows at a time or, for a weight gradient, which needs all rows at once, for a block of columns.
+In bytes for half precision, beside inputs and weight gradients, and beside an exchange's buffers of
+what it sends:
+    gate_up       6 R I + 2 N H                     and, but for sm90, G + 4 C I; C = G / (2 H)
+    down          6 R I + 2 N H + G
+    rows back     6 R I                             and, but for sm90, G + 2 C I; in place of hidden
+    d down        6 R I                             and, but for sm90, G and a block of columns
+    d x           4 R I + 2 N H + G
+    d gate_up     4 R I                             and, but for sm90, G and a block of columns
+With N = 32768, H = 2048, I = 768, E = 128, K = 8 the forward takes up to 2304 MiB, of which 768
+live on to backward, and backward as much with the gradients of the weights.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,13 +40,13 @@ from .dispatch import (
     use_grouped_mm,
     use_grouped_sm90,
 )
-from .expert_rows import RowSum
 from .grouped_products import ExpertLoop, GroupedMm, Products, dense
-from .grouped_steps import FusedSteps, HiddenGradients, SeparateSteps, Steps
+from .grouped_steps import FusedSteps, HiddenGradients, SeparateSteps, Steps, column_blocks
+from .moe_permute import combine_into
 from .moe_routing import RoutingMap
 from .token_exchange import Arrival, OwnTokens, Part, TokenExchange
 
-_GATHER_BYTES = 2**28
+_GATHER_BYTES = 2**30
 
 
 def grouped_swiglu(
@@ -106,7 +109,7 @@ def grouped_swiglu(
             GroupedMm(*layout) if use_grouped_mm(x_NH, inner) else ExpertLoop(*layout)
         )
         in_triton = implementation == "triton"
-        steps = SeparateSteps(map, products, experts, in_triton=in_triton)
+        steps = SeparateSteps(map, products, experts, _GATHER_BYTES, in_triton=in_triton)
     return _GroupedSwiglu.apply(x_TH, gate_up_E2IH, down_EHI, probs_NK, steps, exchange, arrival)
 
 
@@ -152,14 +155,11 @@ class _GroupedSwiglu(torch.autograd.Function):
         hidden_R2I = x_NH.new_empty((map.order.shape[0], gate_up_E2IH.shape[1]))
         for index, part in enumerate(exchange.parts):
             arrival.wait(index)
-            out = _row_sum(steps, part, results.rows(index))
-            for rows in _row_ranges(part, x_NH):
-                activation_CI = steps.up(
-                    x_NH, gate_up_E2IH, _at(probs_R, rows), rows, hidden_R2I[rows]
-                )
-                out.add(steps.down(activation_CI, down_EHI, rows))
-                del activation_CI
-            out.finish()
+            rows, probs_C = part.rows, None if probs_R is None else probs_R[part.rows]
+            activation_CI = steps.up(x_NH, gate_up_E2IH, probs_C, rows, hidden_R2I[rows])
+            y = functools.partial(steps.down, activation_CI, down_EHI, rows)
+            _write_sums(results.rows(index), y, map, part)
+            del activation_CI, y
             results.send(index)
         ctx.save_for_backward(x_NH, gate_up_E2IH, down_EHI, probs_R, hidden_R2I)
         ctx.steps, ctx.exchange = steps, exchange
@@ -181,27 +181,25 @@ class _GroupedSwiglu(torch.autograd.Function):
         )
         for index, part in enumerate(exchange.parts):
             arrival.wait(index)
-            ranges = _row_ranges(part, grad_NH)
-            if ranges:
-                steps.down_backward(grad_NH, down_EHI, hidden_R2I, probs_R, gradients, ranges)
+            if part.rows.start < part.rows.stop:
+                steps.down_backward(grad_NH, down_EHI, hidden_R2I, probs_R, gradients, part.rows)
         if steps.in_place:
             # Written behind autograd's back: let it refuse a second backward.
             torch.autograd.graph.increment_version(hidden_R2I)
         dx = dgate_up = ddown = dprobs = None
         if gradients.activation_RI is not None:
-            ddown = steps.down_gradient(grad_NH, gradients.activation_RI, _GATHER_BYTES)
+            ddown = steps.down_gradient(grad_NH, gradients.activation_RI)
         dhidden_R2I, dprobs_R = gradients.dhidden_R2I, gradients.dprobs_R
         del gradients, grad_NH, arrival
         if need_dx:  # before the other weights' gradient, beside which it travels
             results = exchange.give_back()
             for index, part in enumerate(exchange.parts):
-                dx_sum = _row_sum(steps, part, results.rows(index))
-                for rows in _row_ranges(part, x_NH):
-                    dx_sum.add(steps.dx(dhidden_R2I[rows], gate_up_E2IH, rows))
-                dx_sum.finish()
+                rows = part.rows
+                dx_of_rows = functools.partial(steps.dx, dhidden_R2I[rows], gate_up_E2IH, rows)
+                _write_sums(results.rows(index), dx_of_rows, steps.map, part)
                 results.send(index)
         if need_gate_up:
-            dgate_up = steps.gate_up_gradient(dhidden_R2I, x_NH, _GATHER_BYTES)
+            dgate_up = steps.gate_up_gradient(dhidden_R2I, x_NH)
         if need_dx:
             dx = results.sum()
         if dprobs_R is not None:
@@ -238,21 +236,14 @@ def _of_pairs(values_R: torch.Tensor, map: RoutingMap) -> torch.Tensor:
     return torch.cat([values_R, values_R.new_zeros(1)])[map.row_of_TK.clamp(max=rows)]
 
 
-def _row_sum(steps: Steps, part: Part, out_NH: torch.Tensor) -> RowSum:
-    """Adds up each token's rows in their own order, so that ranges do not matter to it."""
-    rows_of_NK = steps.map.rising_rows_TK[part.tokens]
-    return RowSum(out_NH, rows_of_NK, part.rows, in_triton=steps.in_triton)
-
-
-def _row_ranges(part: Part, x_NH: torch.Tensor) -> list[slice]:
-    """Ranges of rows [C, H] of at most `_GATHER_BYTES`, of one row at least."""
-    start, stop = part.rows.start, part.rows.stop
-    most = max(1, _GATHER_BYTES // max(1, x_NH.shape[1] * x_NH.element_size()))
-    return [slice(first, min(first + most, stop)) for first in range(start, stop, most)]
-
-
-def _at(x: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if x is None else x[rows]
+def _write_sums(
+    out_NH: torch.Tensor, product: Callable[[slice], torch.Tensor], map: RoutingMap, part: Part
+) -> None:
+    """out[n] = the sum over the token's rows of the product, of which each call gives a block of
+    columns. Rows are added in their own order."""
+    rows_of_NK, rows = map.rising_rows_TK[part.tokens], part.rows
+    for columns in column_blocks(rows.stop - rows.start, out_NH, _GATHER_BYTES):
+        combine_into(out_NH[:, columns], product(columns), rows_of_NK, rows.start)
 
 
 def _check_operands(

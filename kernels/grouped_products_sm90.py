@@ -29,6 +29,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("a", "weight", "hidden", "out", "activation")),
         *((name, ctypes.c_void_p) for name in ("prob", "dprob", "source", "rows_per_expert")),
         *((name, ctypes.c_long) for name in ("rows", "experts", "n", "k", "a_stride")),
+        *((name, ctypes.c_long) for name in ("weight_stride", "weight_row_stride")),
         *((name, ctypes.c_int) for name in ("product", "cluster")),
     )
 
@@ -86,12 +87,12 @@ def gate_up_product(
 
 
 def down_product(
-    activation_RI: torch.Tensor, down_EHI: torch.Tensor, rows_per_expert: torch.Tensor
+    activation_RI: torch.Tensor, down_EBI: torch.Tensor, rows_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """y [R, H]: y[r] = down[expert of r] activation[r]."""
-    experts, hidden_dim, intermediate = down_EHI.shape
-    out = activation_RI.new_empty((activation_RI.shape[0], hidden_dim))
-    _launch(_DOWN, activation_RI, down_EHI, rows_per_expert, n=hidden_dim, k=intermediate, out=out)
+    """y [R, B]: y[r] = down[expert of r] activation[r]. B: all of H or some consecutive ones."""
+    experts, columns, intermediate = down_EBI.shape
+    out = activation_RI.new_empty((activation_RI.shape[0], columns))
+    _launch(_DOWN, activation_RI, down_EBI, rows_per_expert, n=columns, k=intermediate, out=out)
     return out
 
 
@@ -144,12 +145,13 @@ def down_backward(
 
 
 def dx_product(
-    dhidden_R2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows_per_expert: torch.Tensor
+    dhidden_R2I: torch.Tensor, gate_up_E2IB: torch.Tensor, rows_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """dx [R, H]: dx[r] = d hidden[r] gate_up[expert of r], of rows that are not yet added up."""
-    experts, double, hidden_dim = gate_up_E2IH.shape
-    out = dhidden_R2I.new_empty((dhidden_R2I.shape[0], hidden_dim))
-    _launch(_DX, dhidden_R2I, gate_up_E2IH, rows_per_expert, n=hidden_dim, k=double, out=out)
+    """dx [R, B]: dx[r] = d hidden[r] gate_up[expert of r], of rows that are not yet added up. B:
+    all of H or some consecutive ones."""
+    experts, double, columns = gate_up_E2IB.shape
+    out = dhidden_R2I.new_empty((dhidden_R2I.shape[0], columns))
+    _launch(_DX, dhidden_R2I, gate_up_E2IB, rows_per_expert, n=columns, k=double, out=out)
     return out
 
 
@@ -176,7 +178,8 @@ def _launch(
     assert n % 8 == 0
     assert k % 8 == 0
     assert has_aligned_rows(a)
-    assert weight.is_contiguous()
+    assert weight.stride(2) == 1
+    assert weight.stride(0) % 8 == weight.stride(1) % 8 == 0
     assert weight.data_ptr() % 16 == 0
     for vector, length, dtype in (
         (rows_per_expert, experts, torch.int64),
@@ -202,6 +205,8 @@ def _launch(
         n=n,
         k=k,
         a_stride=a.stride(0) if a.shape[0] > 1 else k,
+        weight_stride=weight.stride(0),
+        weight_row_stride=weight.stride(1),
         product=product,
         cluster=_blocks_a_cluster(rows, experts),
     )

@@ -1,23 +1,23 @@
 """The steps of the expert MLP between a routing map and the sum over a token's rows.
 
-Rows may come in parts, each in expert order (grouped_products.py); a range of rows lies in one.
-Shape suffixes: N tokens, R rows, C rows of a range, E experts, G groups, H hidden dim, B columns of
+Rows may come in parts, each in expert order (grouped_products.py); a step takes those of one.
+Shape suffixes: N tokens, R rows, C rows of a part, E experts, G groups, H hidden dim, B columns of
 it, I intermediate dim; 2I is gate rows, then up rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from . import grouped_products_sm90, swiglu, swiglu_triton
-from .expert_rows import gather_rows
 from .grouped_products import Products, counts_within
 from .grouped_weights_sm90 import weight_product
 from .moe_permute import permute_into
+from .moe_permute_triton import gather_rows
 from .moe_routing import RoutingMap
 
 
@@ -34,11 +34,9 @@ class HiddenGradients:
 
 
 class Steps(Protocol):
-    """What forward and backward are made of. `rows` is a range of the map's rows."""
+    """What forward and backward are made of. `rows` are those of the map's that a part has."""
 
     map: RoutingMap
-    in_triton: bool
-    """Whether rows are moved and added in Triton."""
 
     def up(
         self,
@@ -52,9 +50,9 @@ class Steps(Protocol):
         ...
 
     def down(
-        self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice
+        self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice, columns: slice
     ) -> torch.Tensor:
-        """y [C, H]."""
+        """These columns of y [C, B]."""
         ...
 
     in_place: bool
@@ -67,39 +65,43 @@ class Steps(Protocol):
         hidden_R2I: torch.Tensor,
         probs_R: torch.Tensor | None,
         gradients: HiddenGradients,
-        ranges: Sequence[slice],
+        rows: slice,
     ) -> None:
-        """Writes the gradients of these ranges, which follow each other."""
+        """Writes the gradients of these rows, one at least."""
         ...
 
     def dx(
-        self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice
+        self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice, columns: slice
     ) -> torch.Tensor:
-        """d x of each row [C, H]."""
+        """These columns of d x of each row [C, B]."""
         ...
 
-    def gate_up_gradient(
-        self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor, gather_bytes: int
-    ) -> torch.Tensor:
+    def gate_up_gradient(self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
         """The sum of d hidden[r] x[token of r]^T over each expert's rows: [E, 2I, H]."""
         ...
 
-    def down_gradient(
-        self, grad_NH: torch.Tensor, activation_RI: torch.Tensor, gather_bytes: int
-    ) -> torch.Tensor:
+    def down_gradient(self, grad_NH: torch.Tensor, activation_RI: torch.Tensor) -> torch.Tensor:
         """The sum of grad[token of r] activation[r]^T over each expert's rows: [E, H, I]."""
         ...
 
 
 class SeparateSteps:
-    """Gather, product and SwiGLU one after the other."""
+    """Gather, product and SwiGLU one after the other. What is gathered takes gather_bytes at most:
+    of all rows some columns, or all columns of some rows."""
 
     def __init__(
-        self, map: RoutingMap, products: Products, experts: int, *, in_triton: bool
+        self,
+        map: RoutingMap,
+        products: Products,
+        experts: int,
+        gather_bytes: int,
+        *,
+        in_triton: bool,
     ) -> None:
         self.map, self.products, self.experts = map, products, experts
+        self._gather_bytes = gather_bytes
         # torch's formula of SwiGLU's gradient reads hidden after it has written.
-        self.in_triton = self.in_place = in_triton
+        self._in_triton = self.in_place = in_triton
         self._swiglu = swiglu_triton if in_triton else swiglu
 
     def up(
@@ -110,15 +112,17 @@ class SeparateSteps:
         rows: slice,
         hidden_C2I: torch.Tensor,
     ) -> torch.Tensor:
-        x_CH = self._gather_range(x_NH, rows)
-        hidden_C2I.copy_(self.products.rows(x_CH, gate_up_E2IH, rows.start))
-        del x_CH
+        for some in self._ranges(rows, x_NH):
+            x = self._gather_range(x_NH, some)
+            inside = slice(some.start - rows.start, some.stop - rows.start)
+            hidden_C2I[inside] = self.products.rows(x, gate_up_E2IH, some.start)
+            del x
         return self._swiglu.swiglu(hidden_C2I, probs_C)
 
     def down(
-        self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice
+        self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice, columns: slice
     ) -> torch.Tensor:
-        return self.products.rows(activation_CI, down_EHI, rows.start)
+        return self.products.rows(activation_CI, down_EHI[:, columns], rows.start)
 
     def down_backward(
         self,
@@ -127,64 +131,62 @@ class SeparateSteps:
         hidden_R2I: torch.Tensor,
         probs_R: torch.Tensor | None,
         gradients: HiddenGradients,
-        ranges: Sequence[slice],
+        rows: slice,
     ) -> None:
-        for rows in ranges:
-            dy_CH = self._gather_range(grad_NH, rows)
-            dactivation_CI = self.products.rows(dy_CH, down_EHI.transpose(1, 2), rows.start)
-            del dy_CH
+        for some in self._ranges(rows, grad_NH):
+            dy = self._gather_range(grad_NH, some)
+            dactivation = self.products.rows(dy, down_EHI.transpose(1, 2), some.start)
+            del dy
             self._swiglu.swiglu_backward(
-                dactivation_CI, hidden_R2I[rows], None if probs_R is None else probs_R[rows],
-                gradients.dhidden_R2I[rows],
-                None if gradients.activation_RI is None else gradients.activation_RI[rows],
-                None if gradients.dprobs_R is None else gradients.dprobs_R[rows],
+                dactivation, hidden_R2I[some], None if probs_R is None else probs_R[some],
+                gradients.dhidden_R2I[some],
+                None if gradients.activation_RI is None else gradients.activation_RI[some],
+                None if gradients.dprobs_R is None else gradients.dprobs_R[some],
             )  # fmt: skip
 
     def dx(
-        self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice
+        self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice, columns: slice
     ) -> torch.Tensor:
-        return self.products.rows(dhidden_C2I, gate_up_E2IH.transpose(1, 2), rows.start)
+        weight_EB2I = gate_up_E2IH[:, :, columns].transpose(1, 2)
+        return self.products.rows(dhidden_C2I, weight_EB2I, rows.start)
 
-    def gate_up_gradient(
-        self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor, gather_bytes: int
-    ) -> torch.Tensor:
+    def gate_up_gradient(self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
         shape = (self.experts, dhidden_R2I.shape[1], x_NH.shape[1])
         return self._side_by_side(
-            lambda x_RB: self.products.weights(dhidden_R2I, x_RB), x_NH, gather_bytes, shape, dim=2
+            lambda x_RB: self.products.weights(dhidden_R2I, x_RB), x_NH, shape, dim=2
         )
 
-    def down_gradient(
-        self, grad_NH: torch.Tensor, activation_RI: torch.Tensor, gather_bytes: int
-    ) -> torch.Tensor:
+    def down_gradient(self, grad_NH: torch.Tensor, activation_RI: torch.Tensor) -> torch.Tensor:
         shape = (self.experts, grad_NH.shape[1], activation_RI.shape[1])
         return self._side_by_side(
-            lambda dy_RB: self.products.weights(dy_RB, activation_RI),
-            grad_NH, gather_bytes, shape, dim=1,
-        )  # fmt: skip
+            lambda dy_RB: self.products.weights(dy_RB, activation_RI), grad_NH, shape, dim=1
+        )
 
     def _side_by_side(
         self,
         product: Callable[[torch.Tensor], torch.Tensor],
         x_NH: torch.Tensor,
-        gather_bytes: int,
         shape: tuple[int, int, int],
         *,
         dim: int,
     ) -> torch.Tensor:
         """product(blocks of columns of the token of every row), put together along `dim` of
         [E, M, N]. One block is not copied."""
-        rows, width = self.map.order.shape[0], x_NH.shape[1]
-        parts = max(1, -(-rows * width * x_NH.element_size() // gather_bytes))
-        # Multiples of 64 keep the alignment that the products need.
-        step = max(1, -(-width // (64 * parts))) * 64
-        if step >= width:
+        blocks = column_blocks(self.map.order.shape[0], x_NH, self._gather_bytes)
+        if len(blocks) == 1:
             return product(self._gather(x_NH))
         out = x_NH.new_empty(shape)
-        for first in range(0, width, step):
-            columns = slice(first, min(first + step, width))
+        for columns in blocks:
             block = product(self._gather(x_NH[:, columns]))
-            out.narrow(dim, first, block.shape[dim]).copy_(block)
+            out.narrow(dim, columns.start, block.shape[dim]).copy_(block)
         return out
+
+    def _ranges(self, rows: slice, x_NH: torch.Tensor) -> list[slice]:
+        """Ranges of rows [*, H] of one row at least."""
+        row_bytes = max(1, x_NH.shape[1] * x_NH.element_size())
+        most = max(1, self._gather_bytes // row_bytes)
+        starts = range(rows.start, rows.stop, most)
+        return [slice(start, min(start + most, rows.stop)) for start in starts]
 
     def _gather(self, x_NB: torch.Tensor) -> torch.Tensor:
         """The token of every row."""
@@ -193,7 +195,7 @@ class SeparateSteps:
         return out_RB
 
     def _gather_range(self, x_NH: torch.Tensor, rows: slice) -> torch.Tensor:
-        if not self.in_triton:
+        if not self._in_triton:
             return x_NH.index_select(0, self.map.token_of_row[rows])
         if rows.start == 0 and rows.stop == self.map.order.shape[0]:
             return self._gather(x_NH)
@@ -203,7 +205,6 @@ class SeparateSteps:
 class FusedSteps:
     """Gather and SwiGLU inside of the products of grouped_products_sm90.py, for bfloat16."""
 
-    in_triton = True
     in_place = True
 
     def __init__(self, map: RoutingMap, experts: int) -> None:
@@ -212,17 +213,13 @@ class FusedSteps:
         self._counts_of: dict[tuple[int, int], torch.Tensor] = {}
         torch._assert_async(self._ends_G[-1] == map.order.shape[0])
 
-    def gate_up_gradient(
-        self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor, gather_bytes: int
-    ) -> torch.Tensor:
+    def gate_up_gradient(self, dhidden_R2I: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
         return weight_product(
             dhidden_R2I, x_NH, self.map.rows_per_expert, self.experts,
             right_source=self.map.token_of_row,
         )  # fmt: skip
 
-    def down_gradient(
-        self, grad_NH: torch.Tensor, activation_RI: torch.Tensor, gather_bytes: int
-    ) -> torch.Tensor:
+    def down_gradient(self, grad_NH: torch.Tensor, activation_RI: torch.Tensor) -> torch.Tensor:
         return weight_product(
             grad_NH, activation_RI, self.map.rows_per_expert, self.experts,
             left_source=self.map.token_of_row,
@@ -243,9 +240,11 @@ class FusedSteps:
         return activation_CI
 
     def down(
-        self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice
+        self, activation_CI: torch.Tensor, down_EHI: torch.Tensor, rows: slice, columns: slice
     ) -> torch.Tensor:
-        return grouped_products_sm90.down_product(activation_CI, down_EHI, self._counts(rows))
+        return grouped_products_sm90.down_product(
+            activation_CI, down_EHI[:, columns], self._counts(rows)
+        )
 
     def down_backward(
         self,
@@ -254,9 +253,8 @@ class FusedSteps:
         hidden_R2I: torch.Tensor,
         probs_R: torch.Tensor | None,
         gradients: HiddenGradients,
-        ranges: Sequence[slice],
+        rows: slice,
     ) -> None:
-        rows = slice(ranges[0].start, ranges[-1].stop)
         activation_RI = gradients.activation_RI
         _, _, dprobs_C = grouped_products_sm90.down_backward(
             grad_NH, down_EHI, hidden_R2I[rows], self._counts(rows),
@@ -269,13 +267,27 @@ class FusedSteps:
             gradients.dprobs_R[rows] = dprobs_C
 
     def dx(
-        self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice
+        self, dhidden_C2I: torch.Tensor, gate_up_E2IH: torch.Tensor, rows: slice, columns: slice
     ) -> torch.Tensor:
-        return grouped_products_sm90.dx_product(dhidden_C2I, gate_up_E2IH, self._counts(rows))
+        return grouped_products_sm90.dx_product(
+            dhidden_C2I, gate_up_E2IH[:, :, columns], self._counts(rows)
+        )
 
     def _counts(self, rows: slice) -> torch.Tensor:
-        """How many rows of the range each expert has, int64 [E]."""
+        """How many of the part's rows each expert has, int64 [E]."""
+        if self.map.rows_per_expert.shape[0] == self.experts:
+            return self.map.rows_per_expert
         key = (rows.start, rows.stop)
         if key not in self._counts_of:
             self._counts_of[key] = counts_within(self._ends_G, *key, self.experts)
         return self._counts_of[key]
+
+
+def column_blocks(rows: int, x_NH: torch.Tensor, most_bytes: int) -> list[slice]:
+    """Columns of x, in blocks that are about most_bytes for that many rows: multiples of 256, what
+    a tile of the products has, or of 64, which keeps the alignment that they need."""
+    width = x_NH.shape[1]
+    blocks = max(1, -(-rows * width * x_NH.element_size() // most_bytes))
+    unit = 256 if width >= 256 * blocks else 64
+    step = max(1, -(-width // (unit * blocks))) * unit
+    return [slice(first, min(first + step, width)) for first in range(0, width, step)]

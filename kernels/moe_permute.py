@@ -1,9 +1,9 @@
 """Move tokens to their expert-sorted rows, and the experts' results back.
 
-The model moves tokens with `permute_into` and `combine` without a graph (model/expert_exchange.py)
-or inside of the products (grouped_mlp.py); `permute` and `combine` with gradients are for layers of
-other makes. Both directions are gathers, forward and backward: a token's K rows are added in the
-order of its choices, in fp32, so results do not vary from run to run (no scatter-add, no atomics).
+The model moves tokens with `permute_into`, `combine_into` and `combine` without a graph, or inside
+of the products; `permute` and `combine` with gradients are for layers of other makes. Both
+directions are gathers, forward and backward: a token's K rows are added in the order of its
+choices, in fp32, so results do not vary from run to run (no scatter-add, no atomics).
 Shape suffixes: T tokens, K experts per token, R rows (T K, or fewer where pairs have none), H
 hidden dim.
 """
@@ -98,6 +98,17 @@ def permute_into(out_RH: torch.Tensor, x_TH: torch.Tensor, map: RoutingMap) -> N
         moe_permute_triton.spread_rows(x_TH, map.row_of_TK, None, out_RH)
     else:
         torch.index_select(x_TH, 0, map.token_of_row, out=out_RH)
+
+
+def combine_into(
+    out_TH: torch.Tensor, rows_RH: torch.Tensor, row_of_TK: torch.Tensor, first_row: int
+) -> None:
+    """`combine` without probs or graph of rows that are numbered from first_row on, to an out
+    [T, H] with dense rows: columns of a wider one, for one."""
+    if choose("combine", rows_RH) == "triton":
+        moe_permute_triton.gather_sum(out_TH, rows_RH, row_of_TK, None, first_row)
+    else:
+        out_TH.copy_(_gather_sum(rows_RH, row_of_TK - first_row, None, "torch"))
 
 
 def _spread(
@@ -201,7 +212,8 @@ def _gather_sum(
 ) -> torch.Tensor:
     """sum_k probs[t, k] rows[row_of[t, k]] in fp32 (or float64), one choice at a time."""
     if implementation == "triton":
-        return moe_permute_triton.gather_sum(rows_RH, row_of_TK, probs_TK)
+        out_TH = rows_RH.new_empty((row_of_TK.shape[0], rows_RH.shape[1]))
+        return moe_permute_triton.gather_sum(out_TH, rows_RH, row_of_TK, probs_TK)
     wide = accumulation_dtype(rows_RH.dtype)
     total_TH = rows_RH.new_zeros((row_of_TK.shape[0], rows_RH.shape[1]), dtype=wide)
     # With a strided index, torch's gather takes an element-wise path: 0.16 ms instead of about

@@ -52,17 +52,37 @@ def spread_rows(
     return out_RH
 
 
-def gather_sum(
-    rows_RH: torch.Tensor, row_of_TK: torch.Tensor, probs_TK: torch.Tensor | None
-) -> torch.Tensor:
-    """out[t] = sum_k probs[t, k] rows[row_of[t, k]]: [R, H] -> [T, H] in the rows' dtype.
+def gather_rows(x_TH: torch.Tensor, token_of_row: torch.Tensor) -> torch.Tensor:
+    """out[c] = x[token_of_row[c]]: [C, H], dense. For a range of rows, of which `row_of` would not
+    tell which tokens to read. Any strides of x; token_of_row: int64 [C]."""
+    rows, hidden = token_of_row.shape[0], x_TH.shape[1]
+    out_CH = x_TH.new_empty((rows, hidden))
+    if out_CH.numel() == 0:
+        return out_CH
+    vector = _vector_elements(x_TH, out_CH)
+    block, warps = _block(hidden, x_TH.element_size(), _BLOCK_BYTES)
+    blocks = triton.cdiv(hidden, block)
+    _gather_kernel[(rows * blocks,)](
+        x_TH, *_strides(x_TH, vector), token_of_row, out_CH,
+        H=hidden, V=vector, BLOCK=block, BLOCKS=blocks, num_warps=warps,
+    )  # fmt: skip
+    return out_CH
 
-    Summed in fp32 in the order of k, rounded once. Any strides. row_of: int64; one of R or more is
-    no row, and adds nothing.
+
+def gather_sum(
+    out_TH: torch.Tensor,
+    rows_RH: torch.Tensor,
+    row_of_TK: torch.Tensor,
+    probs_TK: torch.Tensor | None,
+    first_row: int = 0,
+) -> torch.Tensor:
+    """out[t] = sum_k probs[t, k] rows[row_of[t, k] - first_row]: [R, H] -> [T, H]; returns `out`.
+
+    Summed in fp32 in the order of k, rounded once. Any strides of the rows; those of out are dense.
+    row_of: int64, none below first_row; one of first_row + R or more is no row, and adds nothing.
     """
     tokens, choices = row_of_TK.shape
     hidden = rows_RH.shape[1]
-    out_TH = rows_RH.new_empty((tokens, hidden))
     if out_TH.numel() == 0:
         return out_TH
     vector = _vector_elements(rows_RH, out_TH)
@@ -70,8 +90,8 @@ def gather_sum(
     block, warps = _block(hidden, rows_RH.element_size(), _BLOCK_BYTES)
     blocks = triton.cdiv(hidden, block)
     _gather_sum_kernel[(tokens * blocks,)](
-        rows_RH, *_strides(rows_RH, vector), rows_RH.shape[0], out_TH, _dense(row_of_TK),
-        _dense(probs_TK),
+        rows_RH, *_strides(rows_RH, vector), first_row, rows_RH.shape[0],
+        out_TH, out_TH.stride(0) // vector, _dense(row_of_TK), _dense(probs_TK),
         HAS_PROBS=probs_TK is not None, K=choices, UNROLL=unroll, H=hidden, V=vector,
         BLOCK=block, BLOCKS=blocks, num_warps=warps,
     )  # fmt: skip
@@ -169,8 +189,20 @@ def _spread_kernel(
 
 
 @triton.jit
+def _gather_kernel(
+    x_ptr, x_row_step, x_column_stride, token_ptr, out_ptr,
+    H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row, column, exists = _token_and_column(H, BLOCK, BLOCKS)
+    token = tl.load(token_ptr + row)
+    source = token * x_row_step * V + column.to(tl.int64) * x_column_stride
+    tl.store(out_ptr + row * H + column, tl.load(x_ptr + source, mask=exists), mask=exists)
+
+
+@triton.jit
 def _gather_sum_kernel(
-    rows_ptr, rows_row_step, rows_column_stride, rows, out_ptr, row_of_ptr, probs_ptr,
+    rows_ptr, rows_row_step, rows_column_stride, first_row, rows, out_ptr, out_row_step,
+    row_of_ptr, probs_ptr,
     HAS_PROBS: tl.constexpr, K: tl.constexpr, UNROLL: tl.constexpr, H: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +212,7 @@ def _gather_sum_kernel(
     for first in range(0, K, UNROLL):
         for step in tl.static_range(UNROLL):
             choice = first + step
-            row = tl.load(row_of_ptr + token * K + choice)
+            row = tl.load(row_of_ptr + token * K + choice) - first_row
             is_there = column < tl.where(row < rows, H, 0)
             term = tl.load(rows_ptr + row * rows_row_step * V, mask=is_there, other=0.0)
             term = term.to(tl.float32)
@@ -188,7 +220,7 @@ def _gather_sum_kernel(
                 term *= tl.load(probs_ptr + token * K + choice).to(tl.float32)
             total += term
     out = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * H + column, out, mask=exists)
+    tl.store(out_ptr + token * out_row_step * V + column, out, mask=exists)
 
 
 @triton.jit

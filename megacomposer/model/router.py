@@ -186,8 +186,8 @@ def _on_tensor_cores(x: torch.Tensor) -> bool:
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b in float32. A product of two bfloat16 numbers is exact in it, so tensor cores, which sum
-    in float32, give it as exactly as float32 operands would."""
+    """a b in float32. A product of two bfloat16 numbers is exact in it, so on tensor cores only the
+    sum errs: 2e-6 of the norm for 2048 terms, a thousandth of what rounding x to bfloat16 cost."""
     if _on_tensor_cores(b):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

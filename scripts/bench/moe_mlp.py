@@ -21,7 +21,7 @@ from moe_mlp_peers import PEERS, Call, load, time_limit
 from moe_rows_cases import ROUTINGS
 
 
-def measure(case: Case, name: str, call: Call) -> tuple[list[Row], Peak]:
+def measure(case: Case, name: str, call: Call, rests_s: list[float]) -> tuple[list[Row], Peak]:
     """Forward, forward and backward, and peak memory. The first calls compile and autotune."""
     forward, both = case.forward(call), case.forward_backward(call)
     for _ in range(3):
@@ -29,10 +29,11 @@ def measure(case: Case, name: str, call: Call) -> tuple[list[Row], Peak]:
         both()
     errors = case.errors(call)
     peak = case.peak(name, forward, both)
-    rows = [
-        case.row(op, name, benchmark(run, device=case.device, warmup=3), error)
-        for (op, run), error in zip((("fwd", forward), ("fwd+bwd", both)), errors, strict=True)
-    ]
+    rows = []
+    for rest_s in (0.0, *rests_s):
+        for op, run, error in zip(("fwd", "fwd+bwd"), (forward, both), errors, strict=True):
+            timing = benchmark(run, device=case.device, warmup=3, rest_s=rest_s)
+            rows.append(case.row(f"{op} rested" if rest_s else op, name, timing, error))
     return rows, peak
 
 
@@ -45,6 +46,8 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=30.0, help="of a peer at one shape")
     parser.add_argument("--gather-mib", type=int, nargs="*", default=[],
                         help="time ours with ranges of these sizes too")  # fmt: skip
+    parser.add_argument("--rest-s", type=float, nargs="*", default=[],
+                        help="time at higher clocks too, with such rests in between")  # fmt: skip
     parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -56,7 +59,7 @@ def main() -> None:
                 grouped_mlp._GATHER_BYTES = int(name.split()[1]) << 20 if " " in name else usual
                 try:
                     with time_limit(args.budget_s):
-                        measured, peak = measure(case, name, load(name, case))
+                        measured, peak = measure(case, name, load(name, case), args.rest_s)
                 except Exception as error:  # a foreign package may fail in any way
                     if name.startswith("ours"):
                         raise

@@ -112,7 +112,7 @@ class Case:
             shape=self.sizes,
             dtype="bfloat16",
             timing=timing,
-            flops=(6 if op == "fwd" else 18) * rows * hidden * inner,
+            flops=(18 if "bwd" in op else 6) * rows * hidden * inner,
             error=error,
         )
 

@@ -10,8 +10,9 @@ import torch
 
 from megacomposer.kernels import grouped_mlp
 from megacomposer.kernels.bench import relative_error
-from megacomposer.kernels.expert_rows import RowSum, gather_rows
 from megacomposer.kernels.grouped_mlp import grouped_swiglu, grouped_swiglu_reference
+from megacomposer.kernels.moe_permute import combine_into
+from megacomposer.kernels.moe_permute_triton import gather_rows
 from megacomposer.kernels.moe_routing import routing_map_torch
 from megacomposer.kernels.swiglu import swiglu as torch_swiglu
 from megacomposer.kernels.swiglu import swiglu_backward as torch_backward
@@ -105,25 +106,26 @@ def test_gathered_rows_are_bit_exact(layout: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("step", [1, 4, 12])
 @pytest.mark.parametrize("choices", [1, 3])
-def test_sum_over_ranges_of_rows_equals_that_of_torch(
-    choices: int, step: int, dtype: torch.dtype
+def test_sum_of_a_part_fills_its_columns_alone_with_the_bits_of_torch(
+    choices: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    rows, rows_of = torch.randn(12, 70).to(dtype), torch.randperm(12).view(-1, choices)
+    first, rows = 24, torch.randn(11, 40).to(dtype)
+    row_of = first + torch.randperm(12).view(-1, choices)  # one pair has no row
 
-    def total(in_triton: bool) -> torch.Tensor:
-        empty = torch.full((len(rows_of), 70), torch.nan, dtype=dtype)
-        out = RowSum(empty, rows_of, slice(0, 12), in_triton=in_triton)
-        for part in rows.split(step):
-            out.add(part)
-        out.finish()
-        return empty
+    def total(override: str) -> torch.Tensor:
+        monkeypatch.setenv("MEGACOMPOSER_KERNELS", override)
+        out = torch.full((len(row_of), 70), torch.nan, dtype=dtype)
+        combine_into(out[:, 16:56], rows, row_of, first)
+        return out
 
-    assert total(True).dtype == dtype
-    assert torch.equal(total(True), total(False))
-    assert choices > 1 or torch.equal(total(True), rows[rows_of[:, 0]])
+    got = total("triton")
+    terms = torch.cat([rows.double(), torch.zeros(1, 40)])[row_of - first]
+    torch.testing.assert_close(got[:, 16:56], terms.sum(1).to(dtype))
+    assert got[:, :16].isnan().all()
+    assert got[:, 56:].isnan().all()
+    assert torch.equal(got[:, 16:56], total("torch")[:, 16:56])
 
 
 def _results(fn, operands, map, grad):

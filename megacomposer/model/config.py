@@ -97,6 +97,11 @@ class ModelConfig(Config):
     """A bias per expert in the choice of experts, for balance without a loss (arXiv 2408.15664)."""
     router_bias_update_rate: float = 0.0
     """Step of that bias towards balance, each optimizer step; 0 keeps the biases as they are."""
+    router_bias_update: Literal["sign", "error"] = "sign"
+    """What the rate multiplies: the sign of how far an expert's load is below the mean (as in
+    DeepSeek-V3), or how far it is, as a share of the mean: 1 without tokens, -2 at three times the
+    mean. By sign an expert without tokens gains nothing on the many that are a little short of
+    some; errors sum to zero, and vanish at balance."""
     router_aux_loss_coeff: float = 0.0
     """Weight of the Switch load-balancing loss over the global batch; 0 turns it off. The loads in
     it are those of the step before, so it does not depend on micro-batches or layout."""

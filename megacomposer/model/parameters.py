@@ -51,6 +51,7 @@ class ParameterShard:
     matrices: tuple[Matrix, ...] = ()
     """Logical matrices that tile the global tensor; empty for embeddings, head, router, norms."""
     weight_decay: bool = True
+    is_router: bool = False
     sum_over_tp: bool = False
     """Replicated over TP but fed with different tokens or heads: its gradient is summed over TP."""
     placement: Placement | None = None
@@ -98,6 +99,7 @@ def describe_parameters(
                     split_output_heads=split_output_heads,
                 ),
                 weight_decay=len(placement.global_shape) > 1,
+                is_router=placement.name.endswith(".router.weight"),
                 sum_over_tp=(
                     layout.tp > 1 and placement.kind == "dense" and placement.tp_dim is None
                 ),

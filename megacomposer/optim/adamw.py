@@ -28,10 +28,11 @@ class AdamW:
         beta2: float = 0.95,
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        router_lr_multiplier: float = 1.0,
     ) -> None:
         self._shards = list(shards)
         self._beta1, self._beta2, self._eps = beta1, beta2, eps
-        self._weight_decay = weight_decay
+        self._weight_decay, self._router_lr_multiplier = weight_decay, router_lr_multiplier
         self._step_count = 0
         self._exp_avgs = [new_moment(shard) for shard in self._shards]
         self._exp_avg_sqs = [new_moment(shard) for shard in self._shards]
@@ -41,14 +42,14 @@ class AdamW:
         """Updates every parameter in place from its gradient; ValueError if one has none."""
         gradients = local_gradients(self._shards)
         self._step_count += 1
-        for has_decay in (True, False):
-            chosen = [
-                i
-                for i, shard in enumerate(self._shards)
-                if shard.weight_decay is has_decay and gradients[i].numel() > 0
-            ]
-            if chosen:
-                self._update(chosen, gradients, lr, self._weight_decay if has_decay else 0.0)
+        alike: dict[tuple[float, float], list[int]] = {}
+        for i, shard in enumerate(self._shards):
+            if gradients[i].numel() > 0:
+                rate = lr * self._router_lr_multiplier if shard.is_router else lr
+                decay = self._weight_decay if shard.weight_decay else 0.0
+                alike.setdefault((rate, decay), []).append(i)
+        for (rate, decay), chosen in alike.items():
+            self._update(chosen, gradients, rate, decay)
 
     def _update(
         self, chosen: list[int], gradients: list[torch.Tensor], lr: float, weight_decay: float

@@ -30,6 +30,7 @@ class MuonState:
             beta2=config.adam_beta2,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            router_lr_multiplier=config.router_lr_multiplier,
         )
 
     def _matrix_gradients(self) -> list[Tensor]:

@@ -68,6 +68,7 @@ def build_optimizer(
             beta2=config.adam_beta2,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            router_lr_multiplier=config.router_lr_multiplier,
         )
     if config.name == "muon_reference":
         return MuonReference(shards, config)

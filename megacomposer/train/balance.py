@@ -17,6 +17,7 @@ class RouterBalance:
         self._layers = list(model.moe_layers().values())
         self._routers = model.routers()
         self._rate = model.model_config.router_bias_update_rate
+        self._by_error = model.model_config.router_bias_update == "error"
 
     def start_step(self, *, num_tokens: int) -> None:
         """Before the first forward of a step: `num_tokens` of all its micro-batches and ranks."""
@@ -27,9 +28,10 @@ class RouterBalance:
     def finish_step(self, *, apply: bool) -> dict[str, torch.Tensor]:
         """Reduce the counts, move biases and loads (unless the step was skipped), clear the counts.
 
-        The bias of an expert rises by the update rate when it got fewer tokens than the mean, falls
-        when it got more. Its load becomes its share of the rows, for the auxiliary loss of the next
-        step. One all-reduce over the world for all layers.
+        The bias of an expert rises when it got fewer tokens than the mean, falls when it got more:
+        by the update rate, or by it times the error relative to the mean. Its load becomes its
+        share of the rows, for the auxiliary loss of the next step. One all-reduce over the world
+        for all layers.
 
         Returns:
             Load, loss and replay metrics as 0-d tensors; empty for a dense model.
@@ -54,7 +56,7 @@ class RouterBalance:
             bias = layer.router.expert_bias
             if bias is not None:
                 if apply:
-                    bias += self._rate * torch.sign(mean_1 - counts_E)
+                    bias += self._rate * self._towards_balance(counts_E, mean_1)
                 largest_bias = torch.maximum(largest_bias, bias.abs().max())
         metrics = {
             "train/expert_load_max_over_mean": load_LE.max(),
@@ -68,6 +70,10 @@ class RouterBalance:
             for router in self._routers:
                 router.step_tokens = 0
         return metrics
+
+    def _towards_balance(self, counts_E: torch.Tensor, mean_1: torch.Tensor) -> torch.Tensor:
+        short_E = mean_1 - counts_E
+        return short_E / mean_1.clamp(min=1e-9) if self._by_error else torch.sign(short_E)
 
     def _router_metrics(
         self, statistics: torch.Tensor, load_LE: torch.Tensor

@@ -39,6 +39,7 @@ _TRAINING_FIELDS = (
     "embedding_init_std",
     "mtp_loss_weight",
     "router_aux_loss_coeff",
+    "router_bias_update",
     "router_bias_update_rate",
     "router_z_loss_coeff",
     "router_replay_threshold",

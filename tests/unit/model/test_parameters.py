@@ -67,7 +67,9 @@ def built_placements() -> dict[str, list[Placement]]:
         layout.start()
         found = {}
         for name, config in MODELS.items():
-            shards = describe_parameters(GPT(config, layout), layout)
+            model = GPT(config, layout)
+            shards = describe_parameters(model, layout)
+            assert sum(shard.is_router for shard in shards) == len(model.moe_layers())
             assert all(shard.layout.is_primary for shard in shards)
             found[name] = [shard.placement for shard in shards if shard.placement is not None]
             names = {placement.name for placement in found[name]}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from parameter_shards import set_gradient, shard_of
@@ -92,6 +94,17 @@ def test_weight_decay_reaches_a_parameter_marked_without() -> None:
     optimizer.step(lr=0.1)
     assert torch.equal(shards[0].local, full * (1 - 0.1 * 0.5))
     assert torch.equal(shards[1].local, full)
+
+
+def test_router_takes_other_steps_than_its_multiple_of_the_rate() -> None:
+    full = torch.ones(4, 4)
+    plain, router = shard_of("plain", full), shard_of("router", full)
+    router = dataclasses.replace(router, is_router=True)
+    optimizer = AdamW([plain, router], router_lr_multiplier=0.25)
+    for shard in (plain, router):
+        set_gradient(shard, _tensors(1)["weight"][:4, :4])
+    optimizer.step(lr=0.1)
+    torch.testing.assert_close(router.local - full, 0.25 * (plain.local - full))
 
 
 def test_parameter_without_gradient_is_skipped_silently() -> None:

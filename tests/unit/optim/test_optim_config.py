@@ -23,6 +23,7 @@ from megacomposer.optim.config import OptimConfig, ScheduleConfig
         ("muon_ns_steps", 0),
         ("muon_ns_steps", 6),
         ("muon_adam_lr_multiplier", -1.0),
+        ("router_lr_multiplier", float("nan")),
         ("muon_bucket_mib", 0.0),
         ("muon_bucket_mib", float("inf")),
         ("muon_buffers", 0),

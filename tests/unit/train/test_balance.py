@@ -31,10 +31,13 @@ class Layers:
     counts: list[torch.Tensor]
     biases: list[torch.Tensor | None]
     rate: float = RATE
+    update: str = "sign"
     own_routers: list[SimpleNamespace] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model_config = SimpleNamespace(router_bias_update_rate=self.rate)
+        self.model_config = SimpleNamespace(
+            router_bias_update_rate=self.rate, router_bias_update=self.update
+        )
 
     def routers(self) -> list[SimpleNamespace]:
         return self.own_routers
@@ -65,6 +68,21 @@ def test_bias_moves_by_other_than_the_rate_towards_the_mean() -> None:
         "train/expert_bias_max": pytest.approx(0.51),
     }
     assert not any(bool(counts.any()) for counts in layers.counts)
+
+
+def test_bias_by_error_moves_all_biases_up_or_at_balance() -> None:
+    layers = Layers(
+        counts=[torch.tensor([4.0, 1.0, 1.0, 2.0]), torch.full((4,), 3.0), torch.zeros(4)],
+        biases=[torch.zeros(4), torch.zeros(4), torch.zeros(4)],
+        update="error",
+    )
+    RouterBalance(layers).finish_step(apply=True)  # type: ignore[arg-type]
+    first, *balanced = layers.biases
+    assert first is not None
+    torch.testing.assert_close(first, RATE * torch.tensor([-1.0, 0.5, 0.5, 0.0]))
+    for bias in balanced:
+        assert bias is not None
+        assert not bool(bias.any())
 
 
 def test_skipped_step_moves_a_bias_or_counts_into_the_next_one() -> None:

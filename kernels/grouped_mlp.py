@@ -4,7 +4,7 @@ For a token x and its expert e:  [gate | up] = gate_up[e] x,  y = down[e] (silu(
 and the token's result is the sum of y over its experts. The probability goes in after the
 activation, as in megatron-core, so that the sum is a plain one.
 
-Shape suffixes: N tokens, K experts per token, R = N K rows in expert order, C rows of a range,
+Shape suffixes: N tokens, K experts per token, R = N K rows in expert order, C rows of a part,
 E experts, H hidden dim, I intermediate dim; 2I is gate rows, then up rows.
 
 Memory: forward keeps the pre-activations, 2 R I elements, alone. Nothing of the size R H is made
@@ -12,15 +12,15 @@ where it would take more than `_GATHER_BYTES` (G below): results are made, and a
 columns at a time, and the Hopper kernels gather inside. Elsewhere tokens are gathered for a range
 of rows at a time or, for a weight gradient, which needs all rows at once, for a block of columns.
 In bytes for half precision, beside inputs and weight gradients, and beside an exchange's buffers of
-what it sends:
-    gate_up       6 R I + 2 N H                     and, but for sm90, G + 4 C I; C = G / (2 H)
-    down          6 R I + 2 N H + G
-    rows back     6 R I                             and, but for sm90, G + 2 C I; in place of hidden
-    d down        6 R I                             and, but for sm90, G and a block of columns
-    d x           4 R I + 2 N H + G
-    d gate_up     4 R I                             and, but for sm90, G and a block of columns
-With N = 32768, H = 2048, I = 768, E = 128, K = 8 the forward takes up to 2304 MiB, of which 768
-live on to backward, and backward as much with the gradients of the weights.
+what it sends; on the right what the Hopper kernels do without, S being G / (2 H) rows:
+    gate_up       6 R I + 2 N H                     G + 4 S I
+    down          6 R I + 2 N H + G                 a block of the weight, where there are several
+    rows back     6 R I                             G + 2 S I, and in Triton in place of hidden
+    d down        6 R I                             G and a block of columns
+    d x           4 R I + 2 N H + G                 a block of the weight, where there are several
+    d gate_up     4 R I                             G and a block of columns
+With N = 32768, H = 2048, I = 768, E = 128, K = 8 on Hopper the forward takes up to 2304 MiB, of
+which 768 live on to backward, and backward about as much with the gradients of the weights.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ class _GroupedSwiglu(torch.autograd.Function):
             arrival.wait(index)
             rows, probs_C = part.rows, None if probs_R is None else probs_R[part.rows]
             activation_CI = steps.up(x_NH, gate_up_E2IH, probs_C, rows, hidden_R2I[rows])
-            y = functools.partial(steps.down, activation_CI, down_EHI, rows)
-            _write_sums(results.rows(index), y, map, part)
-            del activation_CI, y
+            y_columns = functools.partial(steps.down, activation_CI, down_EHI, rows)
+            _write_sums(results.rows(index), y_columns, map, part)
+            del activation_CI, y_columns
             results.send(index)
         ctx.save_for_backward(x_NH, gate_up_E2IH, down_EHI, probs_R, hidden_R2I)
         ctx.steps, ctx.exchange = steps, exchange
@@ -195,8 +195,8 @@ class _GroupedSwiglu(torch.autograd.Function):
             results = exchange.give_back()
             for index, part in enumerate(exchange.parts):
                 rows = part.rows
-                dx_of_rows = functools.partial(steps.dx, dhidden_R2I[rows], gate_up_E2IH, rows)
-                _write_sums(results.rows(index), dx_of_rows, steps.map, part)
+                dx_columns = functools.partial(steps.dx, dhidden_R2I[rows], gate_up_E2IH, rows)
+                _write_sums(results.rows(index), dx_columns, steps.map, part)
                 results.send(index)
         if need_gate_up:
             dgate_up = steps.gate_up_gradient(dhidden_R2I, x_NH)

@@ -7,7 +7,7 @@ that takes `source` int64 [R] reads row source[r] of its first operand as row r.
 products accumulate in float32, and a row's bits do not depend on the other rows.
 
 Shape suffixes: R rows, T rows before they are gathered (R without `source`), E experts, H hidden
-dim, I intermediate dim; 2I is gate rows, then up rows.
+dim, B consecutive ones of it, I intermediate dim; 2I is gate rows, then up rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def gate_up_product(
 def down_product(
     activation_RI: torch.Tensor, down_EBI: torch.Tensor, rows_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """y [R, B]: y[r] = down[expert of r] activation[r]. B: all of H or some consecutive ones."""
+    """y [R, B]: y[r] = down[expert of r] activation[r], or these columns of it."""
     experts, columns, intermediate = down_EBI.shape
     out = activation_RI.new_empty((activation_RI.shape[0], columns))
     _launch(_DOWN, activation_RI, down_EBI, rows_per_expert, n=columns, k=intermediate, out=out)
@@ -147,8 +147,8 @@ def down_backward(
 def dx_product(
     dhidden_R2I: torch.Tensor, gate_up_E2IB: torch.Tensor, rows_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """dx [R, B]: dx[r] = d hidden[r] gate_up[expert of r], of rows that are not yet added up. B:
-    all of H or some consecutive ones."""
+    """dx [R, B]: dx[r] = d hidden[r] gate_up[expert of r], or these columns of it, of rows that are
+    not yet added up."""
     experts, double, columns = gate_up_E2IB.shape
     out = dhidden_R2I.new_empty((dhidden_R2I.shape[0], columns))
     _launch(_DX, dhidden_R2I, gate_up_E2IB, rows_per_expert, n=columns, k=double, out=out)
@@ -178,8 +178,11 @@ def _launch(
     assert n % 8 == 0
     assert k % 8 == 0
     assert has_aligned_rows(a)
-    assert weight.stride(2) == 1
-    assert weight.stride(0) % 8 == weight.stride(1) % 8 == 0
+    row_stride = weight.stride(1) if weight.shape[1] > 1 else weight.shape[2]
+    # One expert has no stride, whatever is written there.
+    weight_stride = weight.stride(0) if experts > 1 else weight.shape[1] * row_stride
+    assert weight.stride(2) == 1 or weight.shape[2] == 1
+    assert row_stride % 8 == weight_stride % 8 == 0
     assert weight.data_ptr() % 16 == 0
     for vector, length, dtype in (
         (rows_per_expert, experts, torch.int64),
@@ -205,8 +208,8 @@ def _launch(
         n=n,
         k=k,
         a_stride=a.stride(0) if a.shape[0] > 1 else k,
-        weight_stride=weight.stride(0),
-        weight_row_stride=weight.stride(1),
+        weight_stride=weight_stride,
+        weight_row_stride=row_stride,
         product=product,
         cluster=_blocks_a_cluster(rows, experts),
     )

@@ -86,8 +86,8 @@ class Steps(Protocol):
 
 
 class SeparateSteps:
-    """Gather, product and SwiGLU one after the other. What is gathered takes gather_bytes at most:
-    of all rows some columns, or all columns of some rows."""
+    """Gather, product and SwiGLU one after the other. What is gathered takes gather_bytes at most,
+    if a row or 64 columns do: of all rows some columns, or all columns of some rows."""
 
     def __init__(
         self,
@@ -284,10 +284,14 @@ class FusedSteps:
 
 
 def column_blocks(rows: int, x_NH: torch.Tensor, most_bytes: int) -> list[slice]:
-    """Columns of x, in blocks that are about most_bytes for that many rows: multiples of 256, what
-    a tile of the products has, or of 64, which keeps the alignment that they need."""
+    """Columns of x, in blocks of at most most_bytes for that many rows, but 64 columns at least:
+    multiples of 256, what a tile of the products has, or of 64, which keeps the alignment that they
+    need."""
     width = x_NH.shape[1]
-    blocks = max(1, -(-rows * width * x_NH.element_size() // most_bytes))
-    unit = 256 if width >= 256 * blocks else 64
-    step = max(1, -(-width // (unit * blocks))) * unit
+    most = most_bytes // max(1, rows * x_NH.element_size())
+    if most >= width:
+        return [slice(0, width)]
+    unit = 256 if most >= 256 else 64
+    blocks = -(-width // max(unit, most // unit * unit))
+    step = -(-width // (unit * blocks)) * unit
     return [slice(first, min(first + step, width)) for first in range(0, width, step)]

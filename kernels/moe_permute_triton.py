@@ -1,13 +1,14 @@
 """The Triton row movement of `moe_permute`: every row is read once and written once.
 
-A token's program walks over its K rows by `row_of`, in the direction of either gather or scatter;
-since no row is twice in `row_of`, no two programs write the same row, and sums have one order.
+A token's program walks over its K rows by `row_of`, in the direction of either gather or scatter
+(`gather_rows` alone goes by rows); since no row is twice in `row_of`, no two programs write the
+same row, and sums have one order.
 Blocks of a row are at most 4 KB, two 16-byte accesses a thread, except where a dot product wants
 the row.
 
 Accesses are vectors of V elements, the largest power of two up to 16 bytes that divides every
 address, row stride and H; V is 1 where adjacent elements are not.
-Shape suffixes: T tokens, K experts per token, R rows (T K at most), H hidden dim.
+Shape suffixes: T tokens, K experts per token, R rows (T K at most), C of them, H hidden dim.
 """
 
 from __future__ import annotations

@@ -212,6 +212,10 @@ class ModelConfig(Config):
             )
         if self.router_bias_update_rate and not self.router_bias:
             raise ValueError("model.router_bias_update_rate needs model.router_bias True")
+        if self.router_bias_update == "error" and not self.router_bias_update_rate:
+            raise ValueError(
+                "model.router_bias_update 'error' needs a model.router_bias_update_rate above 0"
+            )
         if self.router_bias_update_rate < 0:
             raise ValueError(
                 f"model.router_bias_update_rate is {self.router_bias_update_rate}; it must be >= 0"

@@ -52,6 +52,7 @@ class ParameterShard:
     """Logical matrices that tile the global tensor; empty for embeddings, head, router, norms."""
     weight_decay: bool = True
     is_router: bool = False
+    """A MoE layer's router, by its name."""
     sum_over_tp: bool = False
     """Replicated over TP but fed with different tokens or heads: its gradient is summed over TP."""
     placement: Placement | None = None

@@ -26,9 +26,9 @@ class OptimConfig(Config):
     """Decoupled weight decay: a parameter shrinks by lr * weight_decay a step (arXiv 1711.05101).
     Parameters marked as not decayed (norms, biases) are left out."""
     router_lr_multiplier: float = 1.0
-    """AdamW's learning rate of the routers as a multiple of its others'. Adam moves all H weights
-    of an expert by about lr at once: where tokens share a direction, its logit by lr * H, 0.6 a
-    step at 3e-4 and 2048, faster than balance can follow."""
+    """AdamW's learning rate of the routers, and with it their decay, as a multiple of its others'.
+    Adam moves all H weights of an expert by about lr at once: where tokens share a direction, its
+    logit by lr * H, 0.6 a step at 3e-4 and 2048, faster than balance can follow."""
     clip_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm before the update of moments; 0 = off."""
     qk_clip_threshold: float = 0.0

@@ -21,7 +21,7 @@ from moe_mlp_peers import PEERS, Call, load, time_limit
 from moe_rows_cases import ROUTINGS
 
 
-def measure(case: Case, name: str, call: Call, rests_s: list[float]) -> tuple[list[Row], Peak]:
+def measure(case: Case, name: str, call: Call, rest_s: float) -> tuple[list[Row], Peak]:
     """Forward, forward and backward, and peak memory. The first calls compile and autotune."""
     forward, both = case.forward(call), case.forward_backward(call)
     for _ in range(3):
@@ -30,10 +30,11 @@ def measure(case: Case, name: str, call: Call, rests_s: list[float]) -> tuple[li
     errors = case.errors(call)
     peak = case.peak(name, forward, both)
     rows = []
-    for rest_s in (0.0, *rests_s):
+    for pause_s in sorted({0.0, rest_s}):
         for op, run, error in zip(("fwd", "fwd+bwd"), (forward, both), errors, strict=True):
-            timing = benchmark(run, device=case.device, warmup=3, rest_s=rest_s)
-            rows.append(case.row(f"{op} rested" if rest_s else op, name, timing, error))
+            timing = benchmark(run, device=case.device, warmup=3, rest_s=pause_s)
+            op = f"{op} rested {pause_s} s" if pause_s else op
+            rows.append(case.row(op, name, timing, error))
     return rows, peak
 
 
@@ -45,12 +46,13 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=PEERS)
     parser.add_argument("--budget-s", type=float, default=30.0, help="of a peer at one shape")
     parser.add_argument("--gather-mib", type=int, nargs="*", default=[],
-                        help="time ours with ranges of these sizes too")  # fmt: skip
-    parser.add_argument("--rest-s", type=float, nargs="*", default=[],
-                        help="time at higher clocks too, with such rests in between")  # fmt: skip
+                        help="time ours with blocks of these sizes too")  # fmt: skip
+    parser.add_argument("--rest-s", type=float, default=0.0, help="time at higher clocks too")
     parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
     args = parser.parse_args()
     device = torch.device(args.device)
+    if args.rest_s and device.type != "cuda":
+        parser.error("--rest-s is for clocks of a GPU; leave it out with --device cpu")
     usual = grouped_mlp._GATHER_BYTES
     for shape in args.shapes or (["qwen3", "kimi"] if device.type == "cuda" else ["tiny"]):
         for routing in args.routings:

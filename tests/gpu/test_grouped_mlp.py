@@ -1,5 +1,5 @@
 """The expert MLP of a mixture-of-experts layer on a GPU, as the table dispatches it (on Hopper
-CUDA C++ but for weight gradients) and in Triton around `torch._grouped_mm`."""
+CUDA C++) and in Triton around `torch._grouped_mm`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _allocator_full_of_nan() -> None:
 
 @pytest.fixture(params=["table", "table, ranges", "triton", "triton, ranges"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels by table or in Triton, on all rows at once or 300 of them, which end inside of
-    experts."""
+    """Kernels by table or in Triton, on all at once or a part: results in blocks of 64 columns and,
+    in Triton, 300 gathered rows, which end inside of experts."""
     monkeypatch.delenv("MEGACOMPOSER_KERNELS", raising=False)
     if "triton" in request.param:
         monkeypatch.setenv("MEGACOMPOSER_KERNELS", "triton")

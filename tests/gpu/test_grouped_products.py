@@ -128,6 +128,26 @@ def test_error_is_more_than_rounding(
     _check(_mlp(counts, *size, gathered=gathered))
 
 
+@pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 256), slice(192, 264)], ids=str)
+def test_columns_by_themselves_differ_from_those_of_all(columns: slice) -> None:
+    mlp = _mlp(COUNTS[0], 264, 136)
+    counts = torch.tensor(mlp.counts, device=DEVICE)
+    _, activation, y, dhidden, _, _, dx = mlp.run()
+    some_y = products.down_product(activation, mlp.down[:, columns], counts)
+    some_dx = products.dx_product(dhidden, mlp.gate_up[:, :, columns], counts)
+    assert torch.equal(some_y, y[:, columns])
+    assert torch.equal(some_dx, dx[:, columns])
+
+
+def test_stride_of_the_only_expert_is_used() -> None:
+    mlp = _mlp([300], 72, 40)
+    strange = dataclasses.replace(mlp, down=mlp.down[0, :, :, None].permute(2, 0, 1))
+    assert strange.down.is_contiguous()
+    assert strange.down.stride(0) == 1
+    for a, b in zip(strange.run(), mlp.run(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_no_rows_at_all() -> None:
     assert [t.shape[0] for t in _mlp([0, 0], 64, 64).run()[:5]] == [0] * 5
 

@@ -36,7 +36,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(params=[WHOLE, THREE_ROWS], ids=["whole", "three_rows"])
 def ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows at once, and ranges of rows that cut experts in two and split columns."""
+    """All rows at once, and ranges of rows that cut experts in two."""
     monkeypatch.setattr(grouped_mlp, "_GATHER_BYTES", request.param)
 
 
@@ -109,7 +109,6 @@ def test_columns_in_several_ranges_match_the_formula(
 
 
 def test_ranges_of_rows_do_not_change_a_bit_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices out of expert order, so that adding them by range and choice would differ."""
     map = routing_map(torch.tensor([[2, 0, 1], [1, 2, 0], [0, 2, 1], [2, 1, 0]]), 3)
     operands, probs, grad = _operands(map), torch.rand(4, 3), torch.randn(4, HIDDEN)
     whole = _run(grouped_swiglu, operands, map, probs, grad)

@@ -64,6 +64,11 @@ GROUPED = dataclasses.replace(MLA, experts_per_token=4, router_num_groups=4, rou
         (MLA, {"router_bias_update_rate": -1e-3}, r"router_bias_update_rate is -0\.001"),
         (
             MLA,
+            {"router_bias_update": "error", "router_bias_update_rate": 0.0},
+            r"needs a model\.router_bias_update_rate above 0",
+        ),
+        (
+            MLA,
             {
                 "router_score": "softmax",
                 "router_bias": False,

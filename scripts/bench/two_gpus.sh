@@ -55,7 +55,7 @@ part_train() {
     --json "$out/training.jsonl"
   wait "$trained" || failed+=("train: scripts/train.py")
   cat "$work/train.txt"
-  run 110 python3 -m pytest -q -p no:cacheprovider -m multi_gpu tests/gpu
+  run 150 python3 -m pytest -q -p no:cacheprovider -m multi_gpu tests/gpu
   rm -r "$work"
 }
 

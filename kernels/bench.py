@@ -120,9 +120,11 @@ def measured_bf16_tflops(device: torch.device, *, sustained: bool = False) -> fl
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     warmup = 5
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        time.sleep(0.0 if sustained else 0.5)
-        warmup = 600 if sustained else 5
+        if sustained:
+            warmup = 600
+        else:
+            torch.cuda.synchronize(device)
+            time.sleep(0.5)
     timing = benchmark(lambda: a @ b, device=device, warmup=warmup)
     return 2 * size**3 / (timing.median_ms * 1e-3) / 1e12
 

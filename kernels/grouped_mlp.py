@@ -15,7 +15,7 @@ In bytes for half precision, beside inputs and weight gradients, and beside an e
 what it sends; on the right what the Hopper kernels do without, S being G / (2 H) rows:
     gate_up       6 R I + 2 N H                     G + 4 S I
     down          6 R I + 2 N H + G                 a block of the weight, where there are several
-    rows back     6 R I                             G + 2 S I, and in Triton in place of hidden
+    rows back     6 R I; in torch 10, else in place G + 2 S I
     d down        6 R I                             G and a block of columns
     d x           4 R I + 2 N H + G                 a block of the weight, where there are several
     d gate_up     4 R I                             G and a block of columns
